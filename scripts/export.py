@@ -1,0 +1,37 @@
+"""Write the commits of ``vllm/`` to the patch files of the release."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from series import APPLIED_REF, BASE_REF, Base, Problem, command, export, git, locked
+from series import run_git, scratch
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    with locked(args.root):
+        if run_git(base.tree, "rev-parse", "-q", "--verify", BASE_REF).returncode:
+            raise Problem(f"there is no {base.tree} to export: 'make source' first.")
+        patches = export(base.tree)
+        files = dict(patches) | {"series": "".join(f"{n}\n" for n in patches).encode()}
+        old = {p.name: p.read_bytes() for p in base.folder.glob("*.patch")}
+        old["series"] = (base.folder / "series").read_bytes()
+        with scratch(base.folder, "export") as folder:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            for name, content in files.items():
+                if old.get(name) != content:
+                    os.replace(folder / name, base.folder / name)
+                    print(("changed " if name in old else "new ") + name)
+        for name in old.keys() - files.keys():
+            (base.folder / name).unlink()
+            print(f"removed {name}")
+        git(base.tree, "update-ref", APPLIED_REF, "HEAD")
+        (base.tree / ".git/envelope").write_text(base.digest())
+        print(f"{base.folder.name}: {len(patches)} patches")
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,103 @@
+"""Make ``vllm/``: the pinned release plus one git commit a patch."""
+
+from __future__ import annotations
+
+import argparse
+import tarfile
+from pathlib import Path
+
+from series import (
+    APPLIED_REF,
+    BASE_REF,
+    NAMES_REF,
+    Base,
+    Problem,
+    apply,
+    command,
+    export,
+    fetch,
+    git,
+    locked,
+    run_git,
+    scratch,
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--git", type=Path, help="an upstream clone to start from instead of the sdist"
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    with locked(args.root):
+        if base.tree.exists() and keep(base):
+            print(f"{base.tree} is up to date: {base.local_version}")
+            return
+        with scratch(base.root, "vllm") as folder:
+            new = folder / "vllm"
+            start(base, new, args.git)
+            apply(base, new, base.patches())
+            (new / ".git/envelope").write_text(base.digest())
+            git(new, "update-ref", APPLIED_REF, "HEAD")
+            if base.tree.exists():
+                base.tree.rename(folder / "old")
+            new.rename(base.tree)
+        print(f"{base.tree}: {base.local_version}")
+
+
+def keep(base: Base) -> bool:
+    """Whether ``vllm/`` already is this series; False if it may be replaced.
+
+    Raises:
+        Problem: it holds work that is not in the patch files.
+    """
+    tree = base.tree
+    if run_git(tree, "rev-parse", "-q", "--verify", BASE_REF).returncode:
+        raise Problem(f"{tree} was not made by 'make source': move it away.")
+    if git(tree, "status", "--porcelain") or (tree / ".git/rebase-apply").exists():
+        raise Problem(
+            f"{tree} has uncommitted changes, and would be overwritten. Commit them "
+            "and 'make export', or discard them (git -C vllm stash)."
+        )
+    made_from = tree / ".git/envelope"
+    same = made_from.is_file() and made_from.read_text() == base.digest()
+    if git(tree, "rev-parse", "HEAD") == git(tree, "rev-parse", APPLIED_REF):
+        return same
+    if export(tree) != {path.name: path.read_bytes() for path in base.patches()}:
+        raise Problem(
+            f"{tree} has commits that are not in {base.folder.name}, and would be "
+            "overwritten. 'make export' writes them to patch files."
+        )
+    git(tree, "update-ref", APPLIED_REF, "HEAD")
+    made_from.write_text(base.digest())
+    return True
+
+
+def start(base: Base, tree: Path, clone: Path | None) -> None:
+    """A repository whose HEAD is the unpatched release."""
+    if clone:
+        tag = f"v{base.version}"
+        if run_git(
+            clone, "rev-parse", "-q", "--verify", f"{tag}^{{commit}}"
+        ).returncode:
+            raise Problem(f"{clone} is not a git clone with the tag {tag}: fetch it.")
+        git(tree.parent, "clone", "-q", "--shared", "-b", tag, str(clone), tree.name)
+        git(tree, "checkout", "-q", "-b", "envelope")
+    else:
+        archive = fetch(base.sdist, base.version)
+        with tarfile.open(archive) as tar:
+            tar.extractall(tree.parent, filter="data")
+        (tree.parent / archive.name.removesuffix(".tar.gz")).rename(tree)
+        git(tree, "init", "-q", "-b", "envelope")
+        git(tree, "config", "gc.auto", "0")
+        git(tree, "-c", "core.compression=0", "add", "--all", "--force")
+        git(tree, "commit", "-q", "-m", f"vLLM {base.version}, source distribution")
+    git(tree, "update-ref", BASE_REF, "HEAD")
+    # Amending or rebasing a commit keeps the name of its patch file.
+    git(tree, "config", "notes.rewriteRef", NAMES_REF)
+
+
+if __name__ == "__main__":
+    command(main)
