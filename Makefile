@@ -17,10 +17,10 @@ source: .venv/ready  ## vllm/: the release plus one commit a patch
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,export)
 
-check: .venv/ready  ## each patch: applies, lints, compiles, its tests pass
+check: source  ## each patch: applies, lints, compiles, its tests pass
 	@$(call RUN,check)
 
-verify: .venv/ready  ## WHEEL=...: official wheel + series, nothing else
+verify: source  ## WHEEL=...: official wheel + series, nothing else
 	@$(call RUN,verify) $(WHEEL)
 
 lint: .venv/ready

@@ -54,14 +54,14 @@ def main(args: argparse.Namespace) -> None:
         made_path = base.root / f"build/{target.name}.json"
         inputs = fingerprint(base, args.arch)
         made = json.loads(made_path.read_text()) if made_path.is_file() else {}
-        if made.get("inputs") == inputs and target.is_file():
-            if sha256(target) == made["sha256"]:
-                print(f"{target} is up to date")
-                return
+        same = made.get("inputs") == inputs and target.is_file()
+        if same and sha256(target) == made["sha256"]:
+            print(f"{target} is up to date")
+            return
         source = fetch(official, base.version)
         require_space(dist, source)
         with scratch(dist, "wheel") as folder:
-            members = changed_members(base, args.arch, folder)
+            members = changed_members(base, base.tree, args.arch, folder)
             part = folder / target.name
             assemble(base, source, members, part)
             made = {"inputs": inputs, "sha256": sha256(part)}
@@ -96,13 +96,14 @@ def require_space(folder: Path, source: Path) -> None:
         )
 
 
-def changed_members(base: Base, arch: str, folder: Path) -> dict[str, bytes | None]:
-    """What the patches change in the wheel: content by member name, None if deleted.
+def changed_members(
+    base: Base, tree: Path, arch: str, folder: Path
+) -> dict[str, bytes | None]:
+    """What ``tree`` changes in the wheel: content by member name, None if deleted.
 
     Raises:
         Problem: a patch changes something that cannot be put into a wheel here.
     """
-    tree = base.tree
     members: dict[str, bytes | None] = {}
     native: set[str] = set()
     listing = git(tree, "diff", "--name-status", "--no-renames", "-z", BASE_REF, "HEAD")
@@ -123,7 +124,7 @@ def changed_members(base: Base, arch: str, folder: Path) -> dict[str, bytes | No
     for extension in base.extensions:
         files = {*extension.sources, *extension.headers}
         if native & files:
-            members[extension.member] = rebuild(base, extension, arch, folder)
+            members[extension.member] = rebuild(tree, extension, arch, folder)
             native -= files
     if native:
         known = sorted(s for e in base.extensions for s in (*e.sources, *e.headers))
@@ -134,7 +135,7 @@ def changed_members(base: Base, arch: str, folder: Path) -> dict[str, bytes | No
     return members
 
 
-def rebuild(base: Base, extension: Extension, arch: str, folder: Path) -> bytes:
+def rebuild(tree: Path, extension: Extension, arch: str, folder: Path) -> bytes:
     """Compile an extension for ``arch`` against the wheel's glibc.
 
     The compiler is the one pinned in requirements/tools.txt, not the machine's:
@@ -164,9 +165,9 @@ def rebuild(base: Base, extension: Extension, arch: str, folder: Path) -> bytes:
     for source in extension.sources:
         objects.append(str(folder / Path(source).with_suffix(".o").name))
         zig("c++", *target, "-std=c++17", "-O2", "-g0", "-fPIC", *LIMITED_API_FLAGS,
-            "-Wno-macro-redefined", f"-ffile-prefix-map={base.tree}=.",
+            "-Wno-macro-redefined", f"-ffile-prefix-map={tree}=.",
             f"-DPy_LIMITED_API={extension.limited_api}", f"-I{python}",
-            "-isystem", str(headers), "-c", str(base.tree / source),
+            "-isystem", str(headers), "-c", str(tree / source),
             "-o", objects[-1])  # fmt: skip
     built = folder / Path(extension.member).name
     zig("cc", *target, "-shared", "-Wl,-s", f"-Wl,-soname,{built.name}", *objects,

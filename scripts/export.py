@@ -5,8 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 
-from series import APPLIED_REF, BASE_REF, Base, Problem, command, export, git, locked
-from series import run_git, scratch
+from series import (
+    APPLIED_REF,
+    BASE_REF,
+    NAMES_REF,
+    Base,
+    Problem,
+    command,
+    export,
+    git,
+    locked,
+    run_git,
+    scratch,
+)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -28,6 +39,10 @@ def main(args: argparse.Namespace) -> None:
         for name in old.keys() - files.keys():
             (base.folder / name).unlink()
             print(f"removed {name}")
+        commits = git(base.tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split()
+        for commit, name in zip(commits, patches, strict=True):
+            note = ("add", "-f", "-m", name, commit)
+            git(base.tree, "notes", f"--ref={NAMES_REF}", *note)
         git(base.tree, "update-ref", APPLIED_REF, "HEAD")
         (base.tree / ".git/envelope").write_text(base.digest())
         print(f"{base.folder.name}: {len(patches)} patches")

@@ -1,0 +1,229 @@
+"""Check each patch in order, as a maintainer would.
+
+It applies; upstream's ruff and clang-format pass on the lines it touches; its
+Python compiles; and of the tests it touches at least one fails without it and
+all pass with it, on the virtual device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from build_wheel import changed_members
+from series import BASE_REF, Base, Problem, apply, command, git, locked, scratch
+
+DEVICE = ("--memory", "16GiB")
+TEST_LIMIT = 900
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-tests", action="store_true", help="lint only")
+    parser.add_argument("patches", nargs="*", help="only these (default: all)")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    patches = base.patches()
+    unknown = set(args.patches) - {patch.name for patch in patches}
+    if unknown:
+        raise Problem(f"not in the series: {', '.join(sorted(unknown))}")
+    failed = []
+    with locked(base.root), scratch(base.root / "build", "check") as folder:
+        tree = folder / "vllm"
+        git(folder, "clone", "-q", "--shared", "--no-checkout", str(base.tree), "vllm")
+        git(tree, "fetch", "-q", "origin", f"{BASE_REF}:{BASE_REF}")
+        git(tree, "checkout", "-q", "-b", "check", BASE_REF)
+        for patch in patches:
+            apply(base, tree, [patch])
+            if args.patches and patch.name not in args.patches:
+                continue
+            touched = touched_lines(tree)
+            faults = lint(tree, touched) + syntax(tree, touched)
+            if not args.no_tests:
+                faults += own_tests(base, tree, touched, folder)
+            print(f"{patch.name}: {'ok' if not faults else ''}")
+            for fault in faults:
+                print(f"  {fault}")
+            failed += [patch.name] if faults else []
+    if failed:
+        raise Problem(f"{len(failed)} of {len(patches)} patches: {', '.join(failed)}")
+
+
+def touched_lines(tree: Path) -> dict[str, set[int]]:
+    """The lines of each file that HEAD's commit added or changed."""
+    touched: dict[str, set[int]] = {}
+    lines: set[int] = set()
+    for line in git(tree, "diff", "-U0", "--no-renames", "HEAD~", "HEAD").splitlines():
+        if line.startswith("+++ "):
+            lines = set()
+            if line != "+++ /dev/null":
+                touched[line.removeprefix("+++ b/")] = lines
+        elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(match[1]), int(match[2] or 1)
+            lines.update(range(start, start + count))
+    return touched
+
+
+def lint(tree: Path, touched: dict[str, set[int]]) -> list[str]:
+    """What upstream's ruff and clang-format say about the touched lines."""
+    python = [name for name in touched if name.endswith(".py")]
+    faults = []
+    if python:
+        done = run(tree, "ruff", "check", "-q", "--output-format=json", *python)
+        for fault in json.loads(done.stdout or "[]"):
+            name = str(Path(fault["filename"]).relative_to(tree))
+            span = range(fault["location"]["row"], fault["end_location"]["row"] + 1)
+            if touched[name] & set(span):
+                faults.append(f"{name}:{span[0]}: {fault['code']} {fault['message']}")
+        diff = run(tree, "ruff", "format", "-q", "--diff", *python).stdout
+        faults += [f"{n}:{r}: ruff format" for n, r in hunks(diff, touched)]
+    for name in touched:
+        if name.endswith((".cpp", ".h", ".cu", ".cuh")):
+            ranges = [f"--lines={n}:{n}" for n in sorted(touched[name])]
+            done = run(tree, "clang-format", "--dry-run", "-Werror", *ranges, name)
+            faults += [s for s in done.stderr.splitlines() if ": error:" in s]
+    return faults
+
+
+def hunks(diff: str, touched: dict[str, set[int]]) -> list[tuple[str, int]]:
+    """The hunks of a formatter's diff that change touched lines."""
+    found, name = [], ""
+    for line in diff.splitlines():
+        if line.startswith("--- "):
+            name = line.removeprefix("--- ").split("\t")[0]
+        elif match := re.match(r"@@ -(\d+)(?:,(\d+))? ", line):
+            start, count = int(match[1]), int(match[2] or 1)
+            if touched.get(name, set()) & set(range(start, start + count)):
+                found.append((name, start))
+    return found
+
+
+def syntax(tree: Path, touched: dict[str, set[int]]) -> list[str]:
+    faults = []
+    for name in touched:
+        if name.endswith(".py"):
+            try:
+                compile((tree / name).read_bytes(), name, "exec")
+            except SyntaxError as error:
+                faults.append(f"{name}:{error.lineno}: {error.msg}")
+    return faults
+
+
+def own_tests(
+    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path
+) -> list[str]:
+    """Run the tests whose lines the patch touches, without it and with it."""
+    tests = [
+        f"{name}::{function}"
+        for name, lines in touched.items()
+        if name.startswith("tests/") and Path(name).name.startswith("test_")
+        for function in touched_tests((tree / name).read_text(), lines)
+    ]
+    if not tests:
+        return ["it touches no test"]
+    python = base.root / f".venv-{base.version}/bin/python"
+    if not python.exists():
+        raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
+    shutil.copytree(tree / "tests", folder / "run/tests")
+    shutil.copy2(tree / "pyproject.toml", folder / "run")
+    results = {}
+    for when in ("HEAD~", "HEAD"):
+        git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
+        site = overlay(base, tree, python, folder)
+        results[when] = run_tests(base, site, python, tests, folder)
+        shutil.rmtree(site)
+    git(tree, "checkout", "-q", "check")
+    shutil.rmtree(folder / "run")
+    for test, outcome in sorted(results["HEAD"].items()):
+        before = results["HEAD~"].get(test, "not run")
+        print(f"  {test}: {before} without the patch, {outcome} with it")
+    if not results["HEAD"]:
+        return ["none of its tests ran"]
+    faults = [f"{t}: {o}" for t, o in results["HEAD"].items() if o != "passed"]
+    if "failed" not in results["HEAD~"].values():
+        faults.append("none of its tests fails without it")
+    return faults
+
+
+def overlay(base: Base, tree: Path, python: Path, folder: Path) -> Path:
+    """The installed official vLLM with what ``tree`` changes, for PYTHONPATH."""
+    purelib = run(
+        folder,
+        str(python),
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+    ).stdout.strip()
+    site = folder / "site"
+    shutil.copytree(f"{purelib}/vllm", site / "vllm", copy_function=os.link)
+    members = changed_members(base, tree, os.uname().machine, folder)
+    for name, content in members.items():
+        (site / name).unlink(missing_ok=True)
+        if content is not None:
+            (site / name).parent.mkdir(parents=True, exist_ok=True)
+            (site / name).write_bytes(content)
+    return site
+
+
+def run_tests(
+    base: Base, site: Path, python: Path, tests: list[str], folder: Path
+) -> dict[str, str]:
+    """Outcome (passed, failed or skipped) by test name."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(site), str(base.root))),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = subprocess.run(
+        [str(python), "-m", "vgpu", *DEVICE, "--",
+         str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",
+         f"--junitxml={report}", *tests],
+        cwd=folder / "run", env=environment, capture_output=True, text=True,
+        timeout=TEST_LIMIT,
+    )  # fmt: skip
+    if not report.is_file():
+        raise Problem(f"pytest did not run:\n{log.stdout[-2000:]}{log.stderr[-2000:]}")
+    outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcomes[case.get("name", "")] = (
+            "failed"
+            if kinds & {"failure", "error"}
+            else "skipped"
+            if "skipped" in kinds
+            else "passed"
+        )
+    return outcomes
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tools = Path(sys.executable).parent
+    return subprocess.run(
+        arguments,
+        cwd=folder,
+        env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def touched_tests(source: str, lines: set[int]) -> list[str]:
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        and lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    command(main)
