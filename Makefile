@@ -2,37 +2,59 @@
 PYTHON ?= python3
 BASE ?= 0.33.0
 ARCH ?= $(shell uname -m)
-TOOLS := .venv/bin/python
-RUN = $(TOOLS) scripts/$(1).py --base $(BASE)
+WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
+ENV := .venv-$(BASE)
+RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel source export check verify lint
-.DELETE_ON_ERROR:
+.PHONY: wheel source export check verify vgpu envelope test test-all lint bench
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
 
-source: .venv/ready  ## vllm/: the release plus one commit a patch
+source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
 	@$(call RUN,source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
 
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,export)
 
-check: source  ## each patch: applies, lints, compiles, its tests pass
+check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,check)
 
-verify: source  ## WHEEL=...: official wheel + series, nothing else
+verify: source  ## WHEEL=...: the official wheel and the series, nothing else
 	@$(call RUN,verify) $(WHEEL)
+
+vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
+	@$(ENV)/bin/python -m vgpu build
+
+envelope: wheel
+	@$(call RUN,unpack)
+
+test: vgpu envelope  ## what shows that it works, in minutes
+	.venv/bin/python -m pytest tests/tools
+	$(ENV)/bin/python -m pytest -n 2 -m "not full" tests/vgpu
+
+test-all: vgpu envelope check  ## everything
+	.venv/bin/python -m pytest tests/tools
+	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
+
+bench: .venv/ready
+	@$(call RUN,bench_wheel)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files
 
 .venv/ready: requirements/uv.txt requirements/tools.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; \
-	  sys.exit(v < (3, 11) and f"error: Python 3.11 or newer is needed, \
-	  found {v[0]}.{v[1]}: make PYTHON=python3.x ...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+	  f"error: Python 3.11 or newer is needed, {v[0]}.{v[1]} was found: \
+	  make PYTHON=python3.x ...")'
 	@$(PYTHON) -m venv --clear .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check \
 	  --require-hashes --no-deps -r requirements/uv.txt
 	@.venv/bin/uv pip install -q -p .venv --require-hashes --no-deps \
 	  -r requirements/tools.txt
+	@touch $@
+
+$(ENV)/ready: requirements/vllm-$(BASE).txt | .venv/ready
+	@.venv/bin/uv venv -q --clear -p $(PYTHON) $(ENV)
+	@.venv/bin/uv pip install -q -p $(ENV) --require-hashes --no-deps -r $<
 	@touch $@

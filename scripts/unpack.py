@@ -1,0 +1,40 @@
+"""Unpack our wheel as ``build/envelope-<release>``, for PYTHONPATH.
+
+An environment with the official release and its dependencies then runs the
+patched one, and the tests can compare the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import zipfile
+
+from series import Base, Problem, command, locked, scratch, sha256
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    name = base.wheel(os.uname().machine).file
+    wheel = base.root / "dist" / name.replace(base.version, base.local_version, 1)
+    if not wheel.is_file():
+        raise Problem(f"there is no {wheel}: 'make wheel' first.")
+    target = base.root / f"build/envelope-{base.version}"
+    digest = sha256(wheel)
+    made_from = target / ".wheel"
+    with locked(base.root):
+        if made_from.is_file() and made_from.read_text() == digest:
+            return
+        with scratch(target.parent, target.name) as folder:
+            new = folder / "new"
+            with zipfile.ZipFile(wheel) as opened:
+                opened.extractall(new)
+            (new / ".wheel").write_text(digest)
+            if target.exists():
+                target.rename(folder / "old")
+            new.rename(target)
+    print(target)
+
+
+if __name__ == "__main__":
+    command(main)
