@@ -1,0 +1,1 @@
+"""A virtual CUDA device: exact memory accounting, kernels that do nothing."""

@@ -1,0 +1,324 @@
+"""Builds the stand-ins for the torch and vLLM of the running interpreter.
+
+The C sources are linked once to learn what they implement. Every other symbol
+that an installed library imports from CUDA, or that the CUDA headers declare,
+gets a stub that counts its calls. The result is one library that answers for
+all of CUDA (`libcuda.so.1`) and empty ones under the other names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from . import elf
+from .errors import VgpuError
+
+SOURCES = Path(__file__).parent / "src"
+STAND_INS = ("libcudart.so", "libcublas.so", "libcublasLt.so")
+CUDA_NAME = re.compile(r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*")
+LATE_STUBS = 256
+
+# Success with no effect is the truth for these; --strict makes them errors.
+IGNORED = re.compile(
+    r"cuda?ProfilerSt(art|op)|cuda?StreamAttachMemAsync.*|cuda?MemAdvise.*"
+    r"|cuda?MemPrefetchAsync.*|cudaGraphDebugDotPrint|cuda?CtxResetPersistingL2Cache"
+    r"|cudaFuncSetCacheConfig|cudaFuncSetSharedMemConfig|cudaSetDeviceFlags"
+    r"|__cuda\w+"
+)
+# cuBLAS calls that compute do nothing, as kernels do.
+COMPUTES = re.compile(
+    r"cublas(?!Lt)(?!Get|Set|Create|Destroy|Logger|Xt|Init|Shutdown|Alloc|Free)\w+"
+)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Include folders, the CUDA one first."""
+
+    cuda: Path
+    folders: tuple[Path, ...]
+
+
+def site_packages() -> Path:
+    return Path(sysconfig.get_path("purelib"))
+
+
+def require_torch() -> None:
+    """Raises VgpuError unless a CUDA build of torch is installed."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise VgpuError(
+            f"no torch in the environment of {sys.executable}; run vgpu with the "
+            "interpreter of the environment it is to serve"
+        ) from None
+    lib = site_packages() / "torch" / "lib"
+    if not (lib / "libtorch_cuda.so").exists():
+        raise VgpuError(
+            f"torch {version} has no CUDA (no libtorch_cuda.so): install a CUDA build"
+        )
+
+
+def find_headers() -> Headers:
+    """The headers of the nvidia packages, else those of the Triton wheel."""
+    site = site_packages()
+    triton = site / "triton" / "backends" / "nvidia" / "include"
+    nvidia = sorted(site.glob("nvidia/cu[0-9]*/include"), reverse=True)
+    for cuda in (*nvidia, triton):
+        folders = [cuda, *(p for p in (*nvidia, triton) if p != cuda and p.is_dir())]
+        complete = (cuda / "cuda.h").exists() and (cuda / "cuda_runtime_api.h").exists()
+        if complete and any((f / "crt" / "host_defines.h").exists() for f in folders):
+            if not any((f / "cublasLt.h").exists() for f in folders):
+                continue
+            return Headers(cuda, tuple(folders))
+    raise VgpuError(
+        "no CUDA headers: looked for cuda.h, cuda_runtime_api.h, crt/ and cublasLt.h "
+        f"in {site}/nvidia/cu*/include and {triton}; install the packages "
+        "nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cublas, or triton"
+    )
+
+
+def find_compiler() -> str:
+    """$CC, or the first C compiler on the path."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name.split()[0]):
+            return name
+    raise VgpuError(
+        "no C compiler: looked for $CC, cc, gcc and clang; install one (for example "
+        "the package gcc) or set CC"
+    )
+
+
+def libraries() -> list[Path]:
+    """The installed shared objects that may import from CUDA."""
+    site = site_packages()
+    found: set[Path] = set()
+    for pattern in ("torch/**/*.so*", "vllm/**/*.so*", "nvidia/**/lib/*.so*"):
+        found.update(p.resolve() for p in site.glob(pattern) if p.is_file())
+    return sorted(found)
+
+
+def key(headers: Headers, compiler: str) -> str:
+    """A name for what the build depends on."""
+    digest = hashlib.sha256()
+    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+        digest.update(path.read_bytes())
+    digest.update(f"{compiler}\n{headers.cuda}\n".encode())
+    for path in libraries():
+        stat = path.stat()
+        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def build_root() -> Path:
+    """`build/vgpu` beside the package, or $VGPU_BUILD_DIR."""
+    default = Path(__file__).resolve().parent.parent / "build" / "vgpu"
+    return Path(os.environ.get("VGPU_BUILD_DIR", default))
+
+
+def ensure(*, quiet: bool = True) -> Path:
+    """The folder with the stand-ins, built if needed. Raises VgpuError."""
+    require_torch()
+    headers, compiler = find_headers(), find_compiler()
+    target = build_root() / key(headers, compiler)
+    if (target / "libcuda.so.1").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        _build(work, headers, compiler)
+        try:
+            work.rename(target)
+        except OSError:  # another process was faster
+            if not (target / "libcuda.so.1").exists():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if not quiet:
+        summary = json.loads((target / "summary.json").read_text())
+        print(f"built {target}: {summary['implemented']} calls, {summary['stubs']} stubs")
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise VgpuError(
+            f"the compiler failed ({done.returncode}): {' '.join(command)}\n"
+            f"{done.stderr.strip()[-4000:]}"
+        )
+
+
+def _compile(
+    compiler: str, headers: Headers, sources: Iterable[Path], output: Path
+) -> None:
+    includes = [f"-I{SOURCES}", *(f"-isystem{f}" for f in headers.folders)]
+    _run(
+        [
+            *compiler.split(),
+            *("-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-shared"),
+            *("-fvisibility=hidden", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+            *("-D_GNU_SOURCE", *includes, "-o", str(output)),
+            *(str(s) for s in sources),
+            *("-ldl", "-lpthread"),
+        ]
+    )
+
+
+def _imports() -> tuple[set[str], dict[str, set[str]]]:
+    """Names imported from CUDA, and the stand-ins' versions, by library name."""
+    names: set[str] = set()
+    versions: dict[str, set[str]] = {}
+    for path in libraries():
+        try:
+            library = elf.read(path)
+        except (elf.NotElf, OSError):
+            continue
+        for name, source in library.undefined.items():
+            if CUDA_NAME.fullmatch(name) and (
+                not source or source.startswith((*STAND_INS, "libcuda.so"))
+            ):
+                names.add(name)
+        for needed in (*library.needed, *library.versions):
+            if needed.startswith(tuple(f"{s}." for s in STAND_INS)):
+                versions.setdefault(needed, set()).update(
+                    library.versions.get(needed, ())
+                )
+    return names, versions
+
+
+def _declared(headers: Headers) -> set[str]:
+    """Functions the headers declare, and their versioned names."""
+    names: set[str] = set()
+    for header in ("cuda.h", "cuda_runtime_api.h", "cublas_api.h", "cublasLt.h"):
+        path = next((f / header for f in headers.folders if (f / header).exists()), None)
+        if path is None:
+            continue
+        text = path.read_text(errors="replace")
+        for name in re.findall(r"\b((?:cu[A-Z]|cuda[A-Z]|cublas)\w*)\s*\(", text):
+            names.add(name)
+        names.update(re.findall(r"#define\s+cu\w+\s+(cu\w+_v\d+)\b", text))
+    constants = re.compile(r"(CU|cuda|cublas)[A-Z_0-9]+")
+    return {n for n in names if CUDA_NAME.fullmatch(n) and not constants.fullmatch(n)}
+
+
+def _nvml_names() -> set[str]:
+    """The calls that the environment's own NVML binding knows."""
+    names: set[str] = set()
+    for path in site_packages().glob("**/pynvml.py"):
+        names.update(re.findall(r"\"(nvml[A-Z]\w+)\"", path.read_text(errors="replace")))
+    return names
+
+
+def _versions(headers: Headers) -> list[tuple[str, int, str]]:
+    """(call, CUDA version, symbol): the n-th version of a call is `call_vn`."""
+    path = headers.cuda / "cudaTypedefs.h"
+    if not path.exists():
+        path = next((f / "cudaTypedefs.h" for f in headers.folders), path)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    by_name: dict[str, set[int]] = {}
+    for name, version in re.findall(r"\bPFN_(cu\w+?)_v(\d{4,6})\b(?!_)", text):
+        by_name.setdefault(name, set()).add(int(version))
+    rows = []
+    for name, numbers in sorted(by_name.items()):
+        for i, version in enumerate(sorted(numbers)):
+            rows.append((name, version, name if i == 0 else f"{name}_v{i + 1}"))
+    return rows
+
+
+def _call_class(name: str) -> str:
+    if IGNORED.fullmatch(name):
+        return "CALL_IGNORED"
+    return "CALL_COMPUTES" if COMPUTES.fullmatch(name) else "CALL_ERROR"
+
+
+def _stubs_source(stubs: list[str], versions: list[tuple[str, int, str]]) -> str:
+    lines = ['#include "calls.h"', '#include "vgpu.h"', ""]
+    lines += [
+        f"EXPORT int {name}(void *a) {{ return call_stub({i}, a); }}"
+        for i, name in enumerate(stubs)
+    ]
+    lines += ["const char *const call_name[] = {"]
+    lines += [f'  "{name}",' for name in stubs]
+    lines += ["};", "const int call_class[] = {"]
+    lines += [f"  {_call_class(name)}," for name in stubs]
+    lines += ["};", f"const int calls = {len(stubs)};"]
+    lines += ["const CallVersion call_version[] = {"]
+    lines += [f'  {{"{n}", "{s}", {v}}},' for n, v, s in versions]
+    lines += ["};", f"const int call_versions = {len(versions)};"]
+    lines += [
+        f"static int late_{i}(void) {{ return late_stub({i}); }}"
+        for i in range(LATE_STUBS)
+    ]
+    lines += ["int (*const late_stubs[])(void) = {"]
+    lines += [f"  late_{i}," for i in range(LATE_STUBS)] + ["};", ""]
+    return "\n".join(lines).replace('#include "vgpu.h"', _NO_PROTOTYPES)
+
+
+# The stubs must not see the headers' prototypes.
+_NO_PROTOTYPES = """#define EXPORT __attribute__((visibility("default")))
+enum { CALL_ERROR, CALL_IGNORED, CALL_COMPUTES };
+int call_stub(int index, void *first_argument);"""
+
+
+def _alias(compiler: str, folder: Path, soname: str, versions: set[str]) -> None:
+    """An empty library under another name, with the versions asked of it."""
+    script = folder / f"{soname}.map"
+    script.write_text("".join(f"{v} {{ }};\n" for v in sorted(versions)))
+    scripts = [f"-Wl,--version-script={script}"] if versions else []
+    _run(
+        [
+            *compiler.split(),
+            *("-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}"),
+            *scripts,
+            *("-Wl,--no-as-needed", "-o", str(folder / soname)),
+            *(f"-L{folder}", "-l:libcuda.so.1"),
+        ]
+    )
+    script.unlink()
+
+
+def _build(folder: Path, headers: Headers, compiler: str) -> None:
+    sources = sorted(SOURCES.glob("*.c"))
+    library = folder / "libcuda.so.1"
+    empty = folder / "stubs.c"
+    empty.write_text(_stubs_source([], [("", 0, "")]).replace(
+        "call_name[] = {\n}", 'call_name[] = {\n  ""\n}'
+    ).replace("call_class[] = {\n}", "call_class[] = {\n  0\n}"))
+    _compile(compiler, headers, [*sources, empty], library)
+    implemented = elf.read(library).defined
+    imported, aliases = _imports()
+    wanted = imported | _declared(headers) | _nvml_names()
+    versions = _versions(headers)
+    wanted |= {symbol for _, _, symbol in versions}
+    stubs = sorted(wanted - implemented)
+    (folder / "stubs.c").write_text(_stubs_source(stubs, versions))
+    _compile(compiler, headers, [*sources, folder / "stubs.c"], library)
+    for soname, names in sorted(aliases.items()):
+        _alias(compiler, folder, soname, names)
+    nvml, absent = folder / "nvml", folder / "nvml-absent"
+    nvml.mkdir()
+    _alias(compiler, folder, "libnvidia-ml.so.1", set())
+    (folder / "libnvidia-ml.so.1").rename(nvml / "libnvidia-ml.so.1")
+    absent.mkdir()  # a file that cannot be loaded hides the real library
+    (absent / "libnvidia-ml.so.1").write_text("")
+    summary = {
+        "implemented": len({n for n in implemented if CUDA_NAME.fullmatch(n)}),
+        "stubs": len(stubs),
+        "imported_stubs": sorted(imported - implemented),
+        "aliases": sorted(aliases),
+        "torch": metadata.version("torch"),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,102 @@
+"""Starts a command on the virtual device and cleans up after it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from . import build
+from .config import Configuration
+from .errors import VgpuError
+
+
+def run_folder(configuration: Configuration, folder: Path | None = None) -> Path:
+    """Makes the folder that the processes of a run share."""
+    if folder is None:
+        memory = Path("/dev/shm")
+        root = memory if os.access(memory, os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix="vgpu-", dir=root))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "state").unlink(missing_ok=True)
+    (folder / "config").write_text(configuration.lines())
+    return folder
+
+
+def environment(
+    configuration: Configuration, run: Path, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of a process on the device."""
+    library = build.ensure()
+    result = dict(os.environ if base is None else base)
+    nvml = library / ("nvml-absent" if configuration.nvml_absent else "nvml")
+    search = [str(library), str(nvml), result.get("LD_LIBRARY_PATH", "")]
+    preload = [
+        *(str(p) for p in sorted(library.glob("lib*.so.*"))),
+        result.get("LD_PRELOAD", ""),
+    ]
+    result["LD_LIBRARY_PATH"] = ":".join(p for p in search if p)
+    result["LD_PRELOAD"] = ":".join(p for p in preload if p)
+    result["VGPU_RUN"] = str(run)
+    package = str(Path(__file__).resolve().parent.parent)
+    paths = [p for p in result.get("PYTHONPATH", "").split(":") if p]
+    if package not in paths:
+        result["PYTHONPATH"] = ":".join([*paths, package])
+    return result
+
+
+def _reap(environment: Mapping[str, str], run: Path) -> None:
+    """Writes the timeline and report of processes that were killed."""
+    if not (run / "state").exists():
+        return
+    library = Path(environment["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"
+    script = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).vgpu_reap()"
+    subprocess.run(
+        [sys.executable, "-S", "-E", "-c", script, str(library)],
+        env={"VGPU_RUN": str(run), "VGPU_OBSERVER": "1"},
+        check=False,
+    )
+
+
+def run(
+    configuration: Configuration,
+    command: Sequence[str],
+    *,
+    folder: Path | None = None,
+) -> int:
+    """Runs the command; returns its exit status, 128 + n for signal n."""
+    shared = run_folder(configuration, folder)
+    env = environment(configuration, shared)
+    try:
+        try:
+            child = subprocess.Popen(command, env=env)
+        except OSError as error:
+            raise VgpuError(f"cannot run {command[0]}: {error.strerror}") from None
+
+        def forward(number: int, _: object) -> None:
+            child.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, forward)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the child
+        status = child.wait()
+        _reap(env, shared)
+        return status if status >= 0 else 128 - status
+    finally:
+        if folder is None:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+def library() -> ctypes.CDLL:
+    """The library as loaded in this process; raises VgpuError off the device."""
+    if "VGPU_RUN" not in os.environ:
+        raise VgpuError("this process is not on a virtual device: start it with "
+                        "python -m vgpu -- COMMAND")
+    return ctypes.CDLL("libcuda.so.1")
