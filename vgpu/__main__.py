@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import build, config, launch
+from . import build, config, control, launch, timeline
 from .errors import VgpuError
 
 
@@ -16,7 +16,7 @@ def _run(arguments: Sequence[str]) -> int:
         prog="python -m vgpu",
         usage="python -m vgpu [OPTIONS] -- COMMAND ...",
         description="Run COMMAND on a virtual CUDA device. Kernels do nothing.",
-        epilog="Other commands: build, profiles, timeline, control, bench (see --help "
+        epilog="Other commands: build, profiles, timeline, control (see --help "
         "of each).",
         allow_abbrev=False,
     )
@@ -70,7 +70,85 @@ def _profiles(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"build": _build, "profiles": _profiles}
+def _timeline(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vgpu timeline")
+    parser.add_argument("file", type=Path, help="what --timeline wrote")
+    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="draw it")
+    given = parser.parse_args(arguments)
+    events = timeline.read(given.file)
+    if not events:
+        raise VgpuError(f"{given.file} has no events")
+    print(timeline.table(events))
+    if given.svg:
+        given.svg.write_text(timeline.svg(events))
+    return 0
+
+
+def _control(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vgpu control")
+    parser.add_argument("run", type=Path, help="the folder given as --run-dir")
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("status")
+    other = actions.add_parser("other", help="another process takes (or, -SIZE, gives)")
+    other.add_argument("size")
+    other.add_argument("--device", type=int, default=0)
+    other.add_argument("--at-allocation", type=int, default=0, metavar="N")
+    other.add_argument("--at-phase", default="", metavar="NAME")
+    inject = actions.add_parser("inject", help="make calls fail")
+    inject.add_argument("call")
+    inject.add_argument("--device", type=int, default=-1)
+    inject.add_argument("--nth", type=int, default=0)
+    inject.add_argument("--over", default="0", metavar="SIZE")
+    inject.add_argument("--times", type=int, default=1)
+    inject.add_argument("--error")
+    actions.add_parser("clear", help="no more injected failures")
+    for action in ("begin", "end"):
+        name = actions.add_parser(f"phase-{action}")
+        name.add_argument("name")
+    # argparse takes -1GiB for an option
+    given = parser.parse_args(
+        [f" {a}" if a[:1] == "-" and a[1:2].isdigit() else a for a in arguments]
+    )
+    if not (given.run / "state").exists():
+        raise VgpuError(f"{given.run} is no run: start one with --run-dir {given.run}")
+    control.attach(given.run)
+    if given.action == "other":
+        control.other_process(
+            given.size.strip(),
+            given.device,
+            at_allocation=given.at_allocation,
+            at_phase=given.at_phase,
+        )
+    elif given.action == "inject":
+        control.inject(
+            given.call,
+            device=given.device,
+            nth=given.nth,
+            over=given.over,
+            times=given.times,
+            error=given.error,
+        )
+    elif given.action == "clear":
+        control.clear_injections()
+    elif given.action == "phase-begin":
+        control.begin_phase(given.name)
+    elif given.action == "phase-end":
+        control.end_phase(given.name)
+    for device in range(control.devices()):
+        print(
+            f"device {device}: memory {control.memory(device)} "
+            f"used {control.used(device)} peak {control.peak(device)} "
+            f"other {control.other(device)}"
+        )
+    return 0
+
+
+COMMANDS = {
+    "build": _build,
+    "profiles": _profiles,
+    "timeline": _timeline,
+    "control": _control,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

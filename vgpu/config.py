@@ -26,6 +26,7 @@ CUDA_ERRORS = {
     "unknown": 999,
 }
 NVML_ERRORS = {
+    "None": 0,
     "Uninitialized": 1,
     "InvalidArgument": 2,
     "NotSupported": 3,
@@ -214,7 +215,7 @@ def read_profile(name: str) -> dict[str, Any]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise VgpuError(f"unknown profile {name!r}{hint} (known: {', '.join(profiles())})")
     values = _read_toml(path)
-    _check_keys(values, list(DEVICE_KEYS), f"profile {name}")
+    _check_keys(values, ["nvml_errors", *DEVICE_KEYS], f"profile {name}")
     return values
 
 
@@ -331,9 +332,7 @@ def _moves(entries: Sequence[object], devices: int) -> list[str]:
     return lines
 
 
-def _nvml_errors(table: object) -> list[str]:
-    if not isinstance(table, Mapping):
-        raise VgpuError(f"nvml_errors: a table from call to error is needed, not {table!r}")
+def _nvml_errors(table: Mapping[str, object]) -> list[str]:
     lines = []
     for call, error in table.items():
         name, _, which = str(call).partition("@")
@@ -345,6 +344,12 @@ def _nvml_errors(table: object) -> list[str]:
             raise VgpuError(f"nvml_errors: {call!r} is no NVML call; write all or nvml...")
         lines.append(f"{name} {parent} {error_code(error, 'nvml')}")
     return lines
+
+
+def _profile_errors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The NVML errors of the run's profile; those of the run come on top."""
+    profile = values.get("profile")
+    return dict(read_profile(profile).get("nvml_errors", {})) if profile else {}
 
 
 def _hooks(entries: Sequence[object]) -> list[str]:
@@ -394,16 +399,26 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         own = dict(each.get(str(index), {}))
         profile = own.pop("profile", values.get("profile"))
         base = read_profile(_line(profile, "profile")) if profile is not None else {}
+        base.pop("nvml_errors", None)
         devices.append(_device({**base, **common, **own}, index))
     nvml = values.get("nvml", "present")
     if nvml not in ("present", "absent"):
         raise VgpuError(f"nvml: present or absent is needed, not {nvml!r}")
+    own_errors = values.get("nvml_errors", {})
+    if isinstance(own_errors, str):  # nvml_errors = "NoPermission": every call
+        own_errors = {"all": own_errors}
+    if not isinstance(own_errors, Mapping):
+        raise VgpuError(
+            f"nvml_errors: an error or a table from call to error is needed, "
+            f"not {own_errors!r}"
+        )
+    errors = {**_profile_errors(values), **own_errors}
     run = {
         "strict": _flag(values.get("strict", False), "strict"),
         "trace": _flag(values.get("trace", False), "trace"),
         "driver_version": _integer(values.get("driver_version", 13000), "driver_version"),
         "nvml_absent": nvml == "absent",
-        "nvml_error": _nvml_errors(values.get("nvml_errors", {})),
+        "nvml_error": _nvml_errors(errors),
         "inject": _inject(_table(values, "inject")),
         "move": _moves(_table(values, "moves"), count),
         "hook": _hooks(_table(values, "hooks")),

@@ -97,6 +97,8 @@ def run(
 def library() -> ctypes.CDLL:
     """The library as loaded in this process; raises VgpuError off the device."""
     if "VGPU_RUN" not in os.environ:
-        raise VgpuError("this process is not on a virtual device: start it with "
-                        "python -m vgpu -- COMMAND")
-    return ctypes.CDLL("libcuda.so.1")
+        raise VgpuError(
+            "this process is not on a virtual device: start it with "
+            "python -m vgpu -- COMMAND"
+        )
+    return ctypes.CDLL(os.environ.get("VGPU_LIBRARY", "libcuda.so.1"))

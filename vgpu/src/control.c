@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "vgpu.h"
 
 // ---- failures
@@ -222,4 +223,14 @@ EXPORT int vgpu_devices(void) { return state_init() ? config.devices : -1; }
 
 EXPORT uint64_t vgpu_kernels(void) {
   return state_init() && self ? self->kernels : 0;
+}
+
+// How often this process made a call that is not implemented.
+EXPORT int64_t vgpu_calls(const char *name) {
+  if (!state_init() || !self) return -1;
+  for (int i = 0; i < MIN(calls, MAX_CALLS); i++)
+    if (!strcmp(call_name[i], name)) return self->calls[i];
+  for (int i = 0; i < MAX_LATE_CALLS && self->late_call[i][0]; i++)
+    if (!strcmp(self->late_call[i], name)) return self->late_calls[i];
+  return 0;
 }

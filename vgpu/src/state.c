@@ -22,7 +22,7 @@ Process *self;
 
 static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
 static enum { UNTRIED, READY, FAILED } init_state;
-static bool forked, ended;
+static bool started, forked, ended;
 static int state_file = -1;
 static char folder[512];
 static int visible[MAX_DEVICES], visible_count;
@@ -40,7 +40,10 @@ void message(const char *format, ...) {
 }
 
 const char *run_folder(void) { return folder; }
-bool forked_after_init(void) { return forked; }
+bool forked_after_init(void) {
+  started = !forked;
+  return forked;
+}
 bool process_ended(void) { return ended; }
 int visible_devices(void) { return visible_count; }
 int device_index(int ordinal) { return visible[ordinal]; }
@@ -346,7 +349,9 @@ EXPORT void _exit(int status) {
 }
 
 static void after_fork_in_child(void) {
-  if (init_state == READY) forked = true;
+  // as CUDA: a child of a process that has called cuInit cannot use the driver;
+  // NVML calls alone do no harm
+  if (started) forked = true;
   self = NULL;
   init_state = UNTRIED;
   pthread_mutex_init(&init_lock, NULL);

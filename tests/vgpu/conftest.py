@@ -1,0 +1,14 @@
+"""Tests on the virtual CUDA device; run with the interpreter of .venv-0.33.0."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.import_plugin("vgpu.pytest_plugin")
