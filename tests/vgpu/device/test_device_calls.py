@@ -1,0 +1,459 @@
+"""Calls one by one: what the contract calls exact, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+import pytest
+from ctypes_cuda import (
+    GIB,
+    ILLEGAL_ADDRESS,
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    MIB,
+    NONE,
+    NOT_SUPPORTED,
+    OK,
+    OUT_OF_MEMORY,
+    READ,
+    Cuda,
+)
+
+G = 2 * MIB
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_capacity_is_exact_to_the_byte() -> None:
+    gpu = Cuda()
+    error, address = gpu.malloc(GIB)
+    assert error == OK
+    assert gpu.info() == (0, GIB)
+    assert gpu.malloc(1) == (OUT_OF_MEMORY, 0)
+    assert gpu.create(G)[0] == OUT_OF_MEMORY
+    assert gpu.free(address) == OK
+    assert gpu.info() == (GIB, GIB)
+
+
+@pytest.mark.vgpu(memory="1GiB", malloc_block=512)
+def test_the_malloc_block_is_a_parameter() -> None:
+    gpu = Cuda()
+    assert gpu.malloc(1)[0] == OK
+    assert gpu.used() == 512
+
+
+@pytest.mark.vgpu(memory="184GiB")
+def test_a_huge_device_costs_no_host_memory() -> None:
+    import resource
+
+    gpu = Cuda()
+    error, address = gpu.malloc(183 * GIB)
+    assert error == OK
+    assert gpu.memset(address, 0, 183 * GIB) == OK
+    assert gpu.write(address + 100 * GIB, b"x") == OK
+    assert gpu.memset(address, 0, 183 * GIB) == OK
+    assert gpu.read(address + 100 * GIB, 1) == (OK, b"\0")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**20  # KiB
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_virtual_memory_refuses_what_the_driver_refuses() -> None:
+    gpu = Cuda()
+    _, base = gpu.reserve(8 * G)
+    _, handle = gpu.create(2 * G)
+    assert gpu.reserve(G + 4096)[0] == INVALID_VALUE
+    assert gpu.create(G + 4096)[0] == INVALID_VALUE
+    assert gpu.create(G, device=7)[0] == 101
+    assert gpu.map(base + 4096, 2 * G, handle) == INVALID_VALUE
+    assert gpu.map(base, 3 * G, handle) == INVALID_VALUE
+    assert gpu.map(base + 7 * G, 2 * G, handle) == INVALID_VALUE
+    assert gpu.map(base, 2 * G, handle + 1) == INVALID_VALUE
+    assert gpu.allow(base, 2 * G) == INVALID_VALUE
+    assert gpu.map(base, 2 * G, handle) == OK
+    assert gpu.map(base + G, 2 * G, handle) == INVALID_VALUE  # overlaps
+    assert gpu.unmap(base, G) == INVALID_VALUE  # half a mapping
+    assert gpu.unreserve(base, 8 * G) == INVALID_VALUE  # still mapped
+    assert gpu.free(base) == INVALID_VALUE  # not cudaMalloc's
+    exported = c_int()
+    assert (
+        gpu.call(
+            "cuMemExportToShareableHandle",
+            byref(exported),
+            c_uint64(handle),
+            c_int(1),
+            c_uint64(0),
+        )
+        == NOT_SUPPORTED
+    )
+    granularity = c_size_t()
+    from ctypes_cuda import Location, Properties
+
+    properties = Properties(type=1, location=Location(1, 0))
+    gpu.call(
+        "cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0
+    )
+    assert granularity.value == G
+    error, aligned = gpu.reserve(G, 1 << 30)
+    assert error == OK and aligned % (1 << 30) == 0
+
+
+@pytest.mark.vgpu(memory="1GiB", strict=True)
+def test_strict_refuses_an_offset_into_a_handle() -> None:
+    gpu = Cuda()
+    _, base = gpu.reserve(4 * G)
+    _, handle = gpu.create(2 * G)
+    assert gpu.map(base, G, handle, G) == INVALID_VALUE
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_memory_lives_until_released_and_unmapped() -> None:
+    gpu = Cuda()
+    _, base = gpu.reserve(2 * G)
+    _, handle = gpu.create(G)
+    assert gpu.map(base, G, handle) == gpu.allow(base, G) == OK
+    assert gpu.write(base, b"kept") == OK
+    assert gpu.release(handle) == OK
+    assert gpu.used() == G
+    assert gpu.retain(base) == (OK, handle)
+    assert gpu.unmap(base, G) == OK
+    assert gpu.used() == G
+    assert gpu.map(base + G, G, handle) == gpu.allow(base + G, G) == OK
+    assert gpu.read(base + G, 4) == (OK, b"kept")
+    assert gpu.unmap(base + G, G) == gpu.release(handle) == OK
+    assert gpu.used() == 0
+
+
+CASES = {
+    "unmapped": "gpu.unmap(base, G); error = gpu.memset(base, 0, 16)",
+    "partly mapped": "error = gpu.memset(base + G - 8, 1, 16)",
+    "reserved only": "error = gpu.write(base + 2 * G, b'x' * 16)",
+    "freed": "a = gpu.malloc(G)[1]; gpu.free(a); error = gpu.read(a, 16)[0]",
+    "no access": "gpu.allow(base, G, NONE); error = gpu.read(base, 16)[0]",
+    "read only": "gpu.allow(base, G, READ); error = gpu.write(base, b'x' * 16)",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.vgpu(memory="1GiB")
+def test_an_illegal_address_is_named_and_sticks(
+    case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Cuda()
+    base = gpu.reserve(4 * G)[1]
+    handle = gpu.create(G)[1]
+    assert gpu.map(base, G, handle) == gpu.allow(base, G) == OK
+    scope = {"gpu": gpu, "base": base, "G": G, "NONE": NONE, "READ": READ}
+    exec(CASES[case], scope)
+    assert scope["error"] == ILLEGAL_ADDRESS
+    assert gpu.malloc(G)[0] == ILLEGAL_ADDRESS
+    assert gpu.call("cudaDeviceSynchronize") == ILLEGAL_ADDRESS
+    for _ in range(2):
+        assert gpu.call("cudaGetLastError") == ILLEGAL_ADDRESS
+    errors = capfd.readouterr().err
+    assert "illegal address 0x" in errors and "16 bytes" in errors
+    if case not in ("unmapped",):
+        assert f"nearest mapping {hex(base)}, {G} bytes" in errors
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_copies_move_contents_and_cross_mappings() -> None:
+    gpu = Cuda()
+    _, base = gpu.reserve(3 * G)
+    for i in (2, 0, 1):  # physical memory in another order than addresses
+        _, handle = gpu.create(G)
+        assert gpu.map(base + i * G, G, handle) == OK
+    assert gpu.allow(base, 3 * G) == OK
+    data = os.urandom(2 * G)
+    assert gpu.write(base + G // 2, data) == OK
+    assert gpu.read(base + G // 2, 2 * G) == (OK, data)
+    _, other = gpu.malloc(2 * G)
+    assert gpu.copy(other, base + G // 2, 2 * G) == OK
+    assert gpu.read(other, 2 * G) == (OK, data)
+    assert gpu.memset(base + G - 1, 7, 2) == OK
+    assert gpu.read(base + G - 1, 2) == (OK, b"\7\7")
+    error = gpu.call(
+        "cuMemsetD32_v2", c_uint64(other), c_uint(0x01020304), c_size_t(3)
+    )
+    assert error == OK
+    assert gpu.read(other, 13)[1] == bytes([4, 3, 2, 1] * 3) + data[12:13]
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_new_memory_does_not_keep_old_contents() -> None:
+    gpu = Cuda()
+    _, address = gpu.malloc(G)
+    gpu.write(address, b"secret")
+    gpu.free(address)
+    _, again = gpu.malloc(G)
+    assert gpu.read(again, 6) == (OK, bytes(6))
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_capture_records_and_a_launch_does_it() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    _, address = gpu.malloc(G)
+    assert gpu.begin(stream) == OK
+    assert gpu.fill_async(address, 5, 8, stream) == OK
+    status, identity = c_int(), c_uint64()
+    gpu.call(
+        "cudaStreamGetCaptureInfo", stream, byref(status), byref(identity), *[None] * 4
+    )
+    assert status.value == 1 and identity.value > 0
+    error, graph = gpu.end(stream)
+    assert error == OK and gpu.node_count(graph) == 1
+    assert gpu.read(address, 8) == (OK, bytes(8))
+    executable = gpu.new("cudaGraphInstantiateWithFlags", graph, c_uint64(0))
+    assert gpu.call("cudaGraphLaunch", executable, stream) == OK
+    assert gpu.read(address, 8) == (OK, b"\5" * 8)
+    gpu.free(address)
+    assert gpu.call("cudaGraphLaunch", executable, stream) == ILLEGAL_ADDRESS
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_capture_is_kept_per_stream_and_joins_by_events() -> None:
+    gpu = Cuda()
+    one, two, third = gpu.stream(), gpu.stream(), gpu.stream()
+    _, address = gpu.malloc(G)
+    event, back = gpu.event(), gpu.event()
+
+    def capturing(stream: c_void_p) -> bool:
+        status = c_int()
+        assert gpu.call("cudaStreamIsCapturing", stream, byref(status)) == OK
+        return status.value == 1
+
+    assert gpu.begin(one) == OK
+    assert gpu.call("cudaEventRecord", event, one) == OK
+    assert gpu.call("cudaStreamWaitEvent", two, event, 0) == OK
+    assert (capturing(one), capturing(two), capturing(third)) == (True, True, False)
+    assert gpu.fill_async(address, 1, 8, two) == OK
+    assert gpu.fill_async(address, 2, 8, third) == OK  # done at once
+    assert gpu.read(address, 8) == (OK, b"\2" * 8)
+    assert gpu.call("cudaEventRecord", back, two) == OK
+    assert gpu.call("cudaStreamWaitEvent", one, back, 0) == OK
+    error, graph = gpu.end(one)
+    assert error == OK and gpu.node_count(graph) == 1
+    assert not capturing(two)
+    # left unjoined
+    assert gpu.begin(one) == OK
+    assert gpu.call("cudaEventRecord", event, one) == OK
+    assert gpu.call("cudaStreamWaitEvent", two, event, 0) == OK
+    assert gpu.fill_async(address, 1, 8, two) == OK
+    assert gpu.end(one)[0] == 904
+    assert not capturing(two)
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_unsafe_calls_end_a_capture() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    relaxed = c_int(2)
+    assert gpu.begin(stream) == OK
+    assert gpu.call("cudaThreadExchangeStreamCaptureMode", byref(relaxed)) == OK
+    assert gpu.malloc(G)[0] == OK
+    assert gpu.call("cudaThreadExchangeStreamCaptureMode", byref(relaxed)) == OK
+    assert gpu.end(stream)[0] == OK
+    assert gpu.begin(stream) == OK
+    assert gpu.malloc(G)[0] == 900
+    assert gpu.fill_async(0, 0, 1, stream) == 901
+    assert gpu.end(stream)[0] == 901
+    assert gpu.begin(stream) == OK
+    assert gpu.call("cudaStreamSynchronize", stream) == 900
+    assert gpu.end(stream)[0] == 901
+    blocking = gpu.stream(0)
+    assert gpu.begin(blocking) == OK
+    _, address = 0, 0
+    assert gpu.memset(address, 0, 1) == 906  # the legacy stream
+    assert gpu.end(blocking)[0] == 901
+
+
+@pytest.mark.vgpu(memory="1GiB", graph="1MiB", graph_node="4KiB", context="256MiB")
+def test_modelled_costs_are_charged_and_given_back() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    assert gpu.used() == 256 * MIB
+    _, address = gpu.malloc(G)
+    gpu.begin(stream)
+    for _ in range(3):
+        gpu.fill_async(address, 1, 8, stream)
+    _, graph = gpu.end(stream)
+    before = gpu.used()
+    executable = gpu.new("cudaGraphInstantiateWithFlags", graph, c_uint64(0))
+    assert gpu.used() - before == MIB + 3 * 4096
+    assert gpu.call("cudaGraphExecDestroy", executable) == OK
+    assert gpu.used() == before
+
+
+@pytest.mark.vgpu(memory="1GiB", cublas_handle="8MiB", module="2MiB")
+def test_math_handles_and_modules_cost_what_is_configured() -> None:
+    gpu = Cuda()
+    handle = gpu.new("cublasCreate_v2")
+    assert gpu.used() == 8 * MIB
+    module = gpu.new("cuModuleLoadData", b"image")
+    assert gpu.used() == 10 * MIB
+    assert gpu.call("cuModuleUnload", module) == OK
+    assert gpu.call("cublasDestroy_v2", handle) == OK
+    assert gpu.used() == 0
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_handles_that_are_gone_are_invalid() -> None:
+    gpu = Cuda()
+    stream, event = gpu.stream(), gpu.event()
+    other = gpu.event()
+    milliseconds = c_float()
+    assert gpu.call("cudaEventElapsedTime", byref(milliseconds), event, other) == 400
+    assert gpu.call("cudaEventRecord", event, stream) == OK
+    assert gpu.call("cudaEventRecord", other, stream) == OK
+    assert gpu.call("cudaEventElapsedTime", byref(milliseconds), event, other) == OK
+    assert milliseconds.value >= 0
+    assert gpu.call("cudaStreamDestroy", stream) == OK
+    assert gpu.call("cudaStreamDestroy", stream) == INVALID_HANDLE
+    assert gpu.call("cudaStreamSynchronize", stream) == INVALID_HANDLE
+    assert gpu.call("cudaEventDestroy", event) == OK
+    assert gpu.call("cudaEventQuery", event) == INVALID_HANDLE
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_pools_keep_what_their_threshold_allows() -> None:
+    gpu = Cuda()
+    pool = gpu.new("cudaDeviceGetDefaultMemPool", c_int(0))
+
+    def allocate() -> c_void_p:
+        return gpu.new("cudaMallocAsync", c_size_t(4 * G), None)
+
+    address = allocate()
+    assert gpu.used() == 4 * G
+    assert gpu.call("cudaFreeAsync", address, None) == OK
+    assert gpu.used() == 0
+    threshold = c_uint64(2**63)
+    gpu.call("cudaMemPoolSetAttribute", pool, c_int(4), byref(threshold))
+    gpu.call("cudaFreeAsync", allocate(), None)
+    assert gpu.used() == 4 * G
+    gpu.call("cudaFreeAsync", allocate(), None)
+    assert gpu.used() == 4 * G
+    assert gpu.call("cudaMemPoolTrimTo", pool, c_size_t(0)) == OK
+    assert gpu.used() == 0
+
+
+@pytest.mark.vgpu(devices=2, memory="1GiB", device={"1": {"memory": "2GiB"}})
+def test_each_device_has_its_own_memory() -> None:
+    gpu = Cuda()
+    assert gpu.malloc(GIB)[0] == OK
+    assert gpu.info() == (0, GIB)
+    assert gpu.set_device(1) == OK
+    assert gpu.info() == (2 * GIB, 2 * GIB)
+    assert gpu.malloc(2 * GIB)[0] == OK
+    assert gpu.set_device(2) == 101
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_entry_points_by_name_and_version() -> None:
+    gpu = Cuda()
+
+    def find(name: str, version: int) -> int | None:
+        function, status = c_void_p(), c_int()
+        gpu.call(
+            "cuGetProcAddress_v2",
+            name.encode(),
+            byref(function),
+            c_int(version),
+            c_uint64(0),
+            byref(status),
+        )
+        return function.value
+
+    new = ctypes.cast(gpu.lib.cuMemAlloc_v2, c_void_p).value
+    old = ctypes.cast(gpu.lib.cuMemAlloc, c_void_p).value
+    assert find("cuMemAlloc", 13000) == new != old
+    assert find("cuMemAlloc", 2000) == old
+    unknown = find("cuNobodyKnowsThis", 13000)
+    assert unknown
+    assert ctypes.CFUNCTYPE(c_int)(unknown)() == NOT_SUPPORTED
+    from vgpu import control
+
+    assert control.calls("cuNobodyKnowsThis") == 1
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_a_kernel_hook_is_off_by_default() -> None:
+    assert launch_with_argument() == bytes(16)
+
+
+@pytest.mark.vgpu(
+    memory="1GiB",
+    hooks=[
+        {
+            "kernel": "_count_*",
+            "argument": 0,
+            "value": 1,
+            "bytes": 4,
+            "count_argument": 1,
+        }
+    ],
+)
+def test_a_kernel_hook_writes_through_an_argument() -> None:
+    one = (1).to_bytes(4, "little")
+    assert launch_with_argument() == one * 3 + bytes(4)
+
+
+def launch_with_argument() -> bytes:
+    gpu = Cuda()
+    _, address = gpu.malloc(G)
+    module = gpu.new("cuModuleLoadData", b"image")
+    kernel = gpu.new("cuModuleGetFunction", module, b"_count_tokens")
+    pointer, count = c_uint64(address), c_int(3)
+    arguments = (c_void_p * 2)(
+        ctypes.cast(byref(pointer), c_void_p), ctypes.cast(byref(count), c_void_p)
+    )
+    error = gpu.call("cuLaunchKernel", kernel, *[1] * 7, None, arguments, None)
+    assert error == OK
+    return gpu.read(address, 16)[1]
+
+
+@pytest.mark.vgpu(memory="1GiB", integrated=True)
+def test_pinned_memory_is_device_memory_on_an_integrated_device() -> None:
+    gpu = Cuda()
+    host = gpu.new("cudaHostAlloc", c_size_t(4 * G), c_uint(0))
+    assert gpu.used() == 4 * G
+    assert gpu.call("cudaFreeHost", host) == OK
+    assert gpu.used() == 0
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_a_forked_child_may_not_go_on_and_costs_nothing() -> None:
+    gpu = Cuda()
+    assert gpu.malloc(G)[0] == OK
+    child = os.fork()
+    if child == 0:
+        os._exit(gpu.malloc(G)[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert gpu.used() == G
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_processes_of_a_run_share_a_device_and_a_killed_one_gives_back() -> None:
+    gpu = Cuda()
+    assert gpu.malloc(G)[0] == OK
+    script = (
+        "import ctypes, sys; c = ctypes.CDLL('libcuda.so.1'); p = ctypes.c_void_p();"
+        "print(c.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(512 << 20)), flush=True);"
+        "sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "0\n"
+    assert gpu.used() == G + 512 * MIB
+    assert gpu.malloc(600 * MIB)[0] == OUT_OF_MEMORY
+    child.kill()
+    child.wait()
+    assert gpu.malloc(600 * MIB)[0] == OK
+    assert gpu.used() == G + 600 * MIB
