@@ -1,0 +1,121 @@
+"""NVML, MIG and the errors that slices answer with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+MIB, GIB = 2**20, 2**30
+MIG = "MIG-11111111-2222-3333-4444-555555555555"
+GPU = "GPU-aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"
+
+
+def nvml() -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
+@pytest.mark.vgpu(profile="rtx5090", other="1GiB", devices=2)
+def test_devices_and_memory() -> None:
+    n = nvml()
+    assert n.nvmlDeviceGetCount() == 2
+    handle = n.nvmlDeviceGetHandleByIndex(1)
+    assert n.nvmlDeviceGetName(handle) == "NVIDIA GeForce RTX 5090"
+    assert n.nvmlDeviceGetCudaComputeCapability(handle) == (12, 0)
+    memory = n.nvmlDeviceGetMemoryInfo(handle)
+    assert (memory.total, memory.used) == (32607 * MIB, GIB)
+    uuid = n.nvmlDeviceGetUUID(handle)
+    assert n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByUUID(uuid)) == 1
+    pci = n.nvmlDeviceGetPciInfo(handle)
+    assert pci.bus == 2
+    assert n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByPciBusId(pci.busId)) == 1
+
+
+@pytest.mark.vgpu(memory="8GiB")
+def test_processes_are_listed_with_what_they_use() -> None:
+    from ctypes_cuda import Cuda
+
+    n = nvml()
+    Cuda().malloc(GIB)
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    (process,) = n.nvmlDeviceGetComputeRunningProcesses(handle)
+    assert (process.pid, process.usedGpuMemory) == (os.getpid(), GIB)
+
+
+@pytest.mark.vgpu(
+    memory="20GiB",
+    mig_uuid=MIG,
+    uuid=GPU,
+    mig_parent_total="80GiB",
+    env={"CUDA_VISIBLE_DEVICES": MIG},
+)
+def test_a_mig_instance_and_its_parent() -> None:
+    n = nvml()
+    parent = n.nvmlDeviceGetHandleByIndex(0)
+    assert n.nvmlDeviceGetMemoryInfo(parent).total == 80 * GIB
+    assert n.nvmlDeviceGetMigMode(parent) == [1, 1]
+    assert n.nvmlDeviceGetUUID(parent) == GPU
+    instance = n.nvmlDeviceGetHandleByUUID(MIG)
+    assert n.nvmlDeviceGetMemoryInfo(instance).total == 20 * GIB
+    assert n.nvmlDeviceIsMigDeviceHandle(instance)
+    again = n.nvmlDeviceGetMigDeviceHandleByIndex(parent, 0)
+    assert n.nvmlDeviceGetUUID(again) == MIG
+    up = n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+    assert n.nvmlDeviceGetUUID(up) == GPU
+    import torch
+
+    assert torch.cuda.mem_get_info()[1] == 20 * GIB
+
+
+@pytest.mark.vgpu(
+    memory="20GiB",
+    mig_uuid=MIG,
+    nvml_errors={"nvmlDeviceGetMemoryInfo@parent": "NoPermission"},
+)
+def test_an_error_may_be_the_parents_alone() -> None:
+    n = nvml()
+    with pytest.raises(n.NVMLError_NoPermission):
+        n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))
+    assert n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByUUID(MIG)).total
+
+
+@pytest.mark.vgpu(profile="gb10")
+def test_gb10_does_not_tell_its_memory_by_nvml() -> None:
+    n = nvml()
+    with pytest.raises(n.NVMLError_NotSupported):
+        n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))
+    import torch
+
+    assert torch.cuda.get_device_properties(0).is_integrated
+
+
+@pytest.mark.vgpu(memory="8GiB", nvml_errors="NoPermission")
+def test_every_call_may_fail() -> None:
+    import pynvml
+
+    with pytest.raises(pynvml.NVMLError_NoPermission):
+        pynvml.nvmlInit()
+
+
+@pytest.mark.vgpu(memory="8GiB", nvml="absent")
+def test_nvml_may_be_absent() -> None:
+    import pynvml
+
+    with pytest.raises(pynvml.NVMLError_LibraryNotFound):
+        pynvml.nvmlInit()
+
+
+@pytest.mark.vgpu(memory="8GiB")
+def test_an_nvml_error_may_be_injected_once() -> None:
+    from vgpu import control
+
+    n = nvml()
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    control.inject("nvmlDeviceGetMemoryInfo", error="GpuIsLost")
+    with pytest.raises(n.NVMLError_GpuIsLost):
+        n.nvmlDeviceGetMemoryInfo(handle)
+    assert n.nvmlDeviceGetMemoryInfo(handle).total == 8 * GIB
