@@ -1,4 +1,4 @@
-"""python -m vgpu [OPTIONS] -- COMMAND ... | build | profiles | timeline | control"""
+"""python -m vgpu [OPTIONS] -- COMMAND ..., or one of the other commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import build, config, control, launch, timeline
+from . import bench, build, config, control, launch, timeline
 from .errors import VgpuError
 
 
@@ -16,26 +16,40 @@ def _run(arguments: Sequence[str]) -> int:
         prog="python -m vgpu",
         usage="python -m vgpu [OPTIONS] -- COMMAND ...",
         description="Run COMMAND on a virtual CUDA device. Kernels do nothing.",
-        epilog="Other commands: build, profiles, timeline, control (see --help "
+        epilog="Other commands: build, profiles, timeline, control, bench (see --help "
         "of each).",
         allow_abbrev=False,
     )
     parser.add_argument("--memory", metavar="SIZE", help="device memory, as 23.5GiB")
-    parser.add_argument("--profile", metavar="NAME", help="see: python -m vgpu profiles")
+    parser.add_argument(
+        "--profile", metavar="NAME", help="see: python -m vgpu profiles"
+    )
     parser.add_argument("--devices", metavar="N", help="number of devices")
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[])
-    parser.add_argument("--timeline", metavar="FILE", help="write changes of used bytes")
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="write changes of used bytes"
+    )
     parser.add_argument("--report", metavar="FILE", help="write a JSON line a process")
-    parser.add_argument("--strict", action="store_true", default=None,
-                        help="calls that are not implemented always fail")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path,
-                        help="keep the run here, for python -m vgpu control DIR")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        default=None,
+        help="calls that are not implemented always fail",
+    )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        help="keep the run here, for python -m vgpu control DIR",
+    )
     options = list(arguments)
     if "--" not in options:
         parser.parse_args(options)
-        parser.error("no COMMAND: write -- before it, as: "
-                     "python -m vgpu --memory 8GiB -- python script.py")
+        parser.error(
+            "no COMMAND: write -- before it, as: "
+            "python -m vgpu --memory 8GiB -- python script.py"
+        )
     at = options.index("--")
     command = options[at + 1 :]
     given = parser.parse_args(options[:at])
@@ -148,6 +162,7 @@ COMMANDS = {
     "profiles": _profiles,
     "timeline": _timeline,
     "control": _control,
+    "bench": bench.main,
 }
 
 

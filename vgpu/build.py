@@ -148,7 +148,9 @@ def ensure(*, quiet: bool = True) -> Path:
         shutil.rmtree(work, ignore_errors=True)
     if not quiet:
         summary = json.loads((target / "summary.json").read_text())
-        print(f"built {target}: {summary['implemented']} calls, {summary['stubs']} stubs")
+        print(
+            f"built {target}: {summary['implemented']} calls, {summary['stubs']} stubs"
+        )
     return target
 
 
@@ -203,7 +205,9 @@ def _declared(headers: Headers) -> set[str]:
     """Functions the headers declare, and their versioned names."""
     names: set[str] = set()
     for header in ("cuda.h", "cuda_runtime_api.h", "cublas_api.h", "cublasLt.h"):
-        path = next((f / header for f in headers.folders if (f / header).exists()), None)
+        path = next(
+            (f / header for f in headers.folders if (f / header).exists()), None
+        )
         if path is None:
             continue
         text = path.read_text(errors="replace")
@@ -218,7 +222,9 @@ def _nvml_names() -> set[str]:
     """The calls that the environment's own NVML binding knows."""
     names: set[str] = set()
     for path in site_packages().glob("**/pynvml.py"):
-        names.update(re.findall(r"\"(nvml[A-Z]\w+)\"", path.read_text(errors="replace")))
+        names.update(
+            re.findall(r"\"(nvml[A-Z]\w+)\"", path.read_text(errors="replace"))
+        )
     return names
 
 
@@ -294,9 +300,11 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     sources = sorted(SOURCES.glob("*.c"))
     library = folder / "libcuda.so.1"
     empty = folder / "stubs.c"
-    empty.write_text(_stubs_source([], [("", 0, "")]).replace(
-        "call_name[] = {\n}", 'call_name[] = {\n  ""\n}'
-    ).replace("call_class[] = {\n}", "call_class[] = {\n  0\n}"))
+    empty.write_text(
+        _stubs_source([], [("", 0, "")])
+        .replace("call_name[] = {\n}", 'call_name[] = {\n  ""\n}')
+        .replace("call_class[] = {\n}", "call_class[] = {\n  0\n}")
+    )
     _compile(compiler, headers, [*sources, empty], library)
     implemented = elf.read(library).defined
     imported, aliases = _imports()

@@ -52,7 +52,9 @@ def parse_size(value: object, key: str = "size") -> int:
             "TiB (or KB, MB, GB, TB), as 23.5GiB"
         )
     size = float(match[1]) * UNITS[match[2].lower()]
-    exact = int(match[1]) * UNITS[match[2].lower()] if match[1].isdigit() else round(size)
+    exact = (
+        int(match[1]) * UNITS[match[2].lower()] if match[1].isdigit() else round(size)
+    )
     if size < 0 or exact >= 2**60:
         raise VgpuError(f"{key}: {value!r} is out of range (0 to 1 EiB)")
     return exact
@@ -213,7 +215,9 @@ def read_profile(name: str) -> dict[str, Any]:
     if name not in profiles():
         near = difflib.get_close_matches(name.lower(), profiles(), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise VgpuError(f"unknown profile {name!r}{hint} (known: {', '.join(profiles())})")
+        raise VgpuError(
+            f"unknown profile {name!r}{hint} (known: {', '.join(profiles())})"
+        )
     values = _read_toml(path)
     _check_keys(values, ["nvml_errors", *DEVICE_KEYS], f"profile {name}")
     return values
@@ -221,7 +225,9 @@ def read_profile(name: str) -> dict[str, Any]:
 
 def signed_size(value: object, key: str) -> int:
     text = str(value).strip()
-    return -parse_size(text[1:], key) if text.startswith("-") else parse_size(value, key)
+    return (
+        -parse_size(text[1:], key) if text.startswith("-") else parse_size(value, key)
+    )
 
 
 def error_code(value: object, call: str) -> int:
@@ -267,7 +273,9 @@ class Configuration:
 
 
 def _device(values: Mapping[str, Any], index: int) -> dict[str, Any]:
-    given = {k: read(values[k], k) for k, (read, _) in DEVICE_KEYS.items() if k in values}
+    given = {
+        k: read(values[k], k) for k, (read, _) in DEVICE_KEYS.items() if k in values
+    }
     device = {
         k: read(default, k)
         for k, (read, default) in DEVICE_KEYS.items()
@@ -305,7 +313,8 @@ def _inject(entries: Sequence[object]) -> list[str]:
             raise VgpuError("inject: call is needed (as cuMemCreate)")
         call = _line(e["call"], "inject.call")
         error = error_code(
-            e.get("error", "Unknown" if call.startswith("nvml") else "out_of_memory"), call
+            e.get("error", "Unknown" if call.startswith("nvml") else "out_of_memory"),
+            call,
         )
         device = int(e.get("device", -1))
         nth = _integer(e.get("nth", 0), "inject.nth")
@@ -337,11 +346,15 @@ def _nvml_errors(table: Mapping[str, object]) -> list[str]:
     for call, error in table.items():
         name, _, which = str(call).partition("@")
         if which not in ("", "parent", "device"):
-            raise VgpuError(f"nvml_errors: {call!r}: write @parent or @device after a call")
+            raise VgpuError(
+                f"nvml_errors: {call!r}: write @parent or @device after a call"
+            )
         parent = {"": -1, "device": 0, "parent": 1}[which]
         name = name if name.startswith("nvml") else "nvml*" if name == "all" else name
         if not name.startswith("nvml"):
-            raise VgpuError(f"nvml_errors: {call!r} is no NVML call; write all or nvml...")
+            raise VgpuError(
+                f"nvml_errors: {call!r} is no NVML call; write all or nvml..."
+            )
         lines.append(f"{name} {parent} {error_code(error, 'nvml')}")
     return lines
 
@@ -389,7 +402,9 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         raise VgpuError(f"device: tables [device.N] are needed, not {each!r}")
     for index, own in each.items():
         if not str(index).isdigit() or int(index) >= count:
-            raise VgpuError(f"device.{index}: there are {count} devices, counted from 0")
+            raise VgpuError(
+                f"device.{index}: there are {count} devices, counted from 0"
+            )
         if not isinstance(own, Mapping):
             raise VgpuError(f"device.{index}: a table is needed, not {own!r}")
         _check_keys(own, ["profile", *DEVICE_KEYS], f"device.{index}")
@@ -416,7 +431,9 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
     run = {
         "strict": _flag(values.get("strict", False), "strict"),
         "trace": _flag(values.get("trace", False), "trace"),
-        "driver_version": _integer(values.get("driver_version", 13000), "driver_version"),
+        "driver_version": _integer(
+            values.get("driver_version", 13000), "driver_version"
+        ),
         "nvml_absent": nvml == "absent",
         "nvml_error": _nvml_errors(errors),
         "inject": _inject(_table(values, "inject")),

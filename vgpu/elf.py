@@ -89,7 +89,9 @@ def _read(data: mmap.mmap) -> SharedObject:
         versions: list[int] = []
         if SHT_GNU_VERSYM in by_type:
             v = by_type[SHT_GNU_VERSYM]
-            versions = [x[0] for x in struct.iter_unpack("<H", data[v[4] : v[4] + v[5]])]
+            versions = [
+                x[0] for x in struct.iter_unpack("<H", data[v[4] : v[4] + v[5]])
+            ]
         table = struct.iter_unpack("<IBBHQQ", data[s[4] : s[4] + s[5]])
         for i, (name, info, _, section, _, _) in enumerate(table):
             if not name or info >> 4 == 0:
@@ -98,6 +100,8 @@ def _read(data: mmap.mmap) -> SharedObject:
             if section:
                 result.defined.add(symbol)
             else:
-                library = names.get(versions[i] & 0x7FFF, ("", ""))[0] if versions else ""
+                library = (
+                    names.get(versions[i] & 0x7FFF, ("", ""))[0] if versions else ""
+                )
                 result.undefined[symbol] = library
     return result

@@ -9,8 +9,10 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Recorder(Path(path)))
 
 
+class Failed(Exception):
+    """The fresh process gave no outcome; the text says why."""
+
+
 class _Recorder:
     """In the fresh process: keeps the reports for the one that asked."""
 
@@ -57,7 +63,7 @@ class _Recorder:
 
 
 def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestReport]:
-    """Runs the item on its device; raises VgpuError or pytest.fail."""
+    """Runs the item on its device; raises VgpuError or Failed."""
     options = dict(marker.kwargs)
     if marker.args:
         raise VgpuError(f"the marker vgpu takes keywords only, not {marker.args!r}")
@@ -76,40 +82,48 @@ def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestRe
             *("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="),
             "--import-mode=" + item.config.getoption("importmode"),
         ]
+        child = subprocess.Popen(
+            command,
+            env=env,
+            cwd=item.config.rootpath,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        late = False
         try:
-            done = subprocess.run(
-                command,
-                env=env,
-                cwd=item.config.rootpath,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
-        except subprocess.TimeoutExpired as late:
-            text = (late.stdout or b"").decode(errors="replace")[-4000:]
-            text += (late.stderr or b"").decode(errors="replace")[-4000:]
-            pytest.fail(f"no end after {timeout:g} s\n{text}", pytrace=False)
+            out, err = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            # What the test left running ends with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        if late:
+            out, err = child.communicate()
+            raise Failed(f"no end after {timeout:g} s\n{out[-6000:]}{err[-6000:]}")
         if not result.exists():
-            pytest.fail(
-                f"the fresh process ended ({done.returncode}) without a result\n"
-                f"{done.stdout[-6000:]}{done.stderr[-6000:]}",
-                pytrace=False,
+            raise Failed(
+                f"the fresh process ended ({child.returncode}) without a result\n"
+                f"{out[-6000:]}{err[-6000:]}"
             )
         data = json.loads(result.read_text())
     reports = [
         item.config.hook.pytest_report_from_serializable(config=item.config, data=d)
         for d in data
     ]
-    last = {r.when for r in reports}
-    if "teardown" not in last:
-        stage = reports[-1].when if reports else "start"
-        pytest.fail(
-            f"the process ended ({done.returncode}) after {stage}\n"
-            f"{done.stdout[-6000:]}{done.stderr[-6000:]}",
-            pytrace=False,
+    for report in reports:
+        if isinstance(report.longrepr, list):  # JSON knows no tuples
+            report.longrepr = tuple(report.longrepr)
+    if reports[-1].when != "teardown":
+        raise Failed(
+            f"the process ended ({child.returncode}) after {reports[-1].when}\n"
+            f"{out[-6000:]}{err[-6000:]}"
         )
-    if done.stderr.strip():
-        reports[-1].sections.append(("stderr of the fresh process", done.stderr[-6000:]))
+    if err.strip():
+        reports[-1].sections.append(("stderr of the fresh process", err[-6000:]))
     return reports
 
 
@@ -133,10 +147,15 @@ def _reports(
     found: list[pytest.TestReport] = []
 
     def call() -> None:
+        failure = ""
         try:
             found.extend(_fresh_process(item, marker))
+        except Failed as error:
+            failure = str(error)
         except VgpuError as error:
-            pytest.fail(f"vgpu: {error}", pytrace=False)
+            failure = f"vgpu: {error}"
+        if failure:
+            pytest.fail(failure, pytrace=False)
 
     info = pytest.CallInfo.from_call(call, "call", reraise=(KeyboardInterrupt,))
     if info.excinfo is not None:

@@ -99,7 +99,9 @@ def table(events: Sequence[Event]) -> str:
             continue
         top = max(range(len(s.used)), key=lambda i: s.used[i])
         lines.append(f"device {device}: {len(s.used)} changes, MiB")
-        lines.append(f"  {'cause':24} {'at the peak':>14} {'its own peak':>14} {'last':>14}")
+        lines.append(
+            f"  {'cause':24} {'at the peak':>14} {'its own peak':>14} {'last':>14}"
+        )
         for i, cause in enumerate(s.causes):
             own = max(h[i] for h in s.held)
             if own:

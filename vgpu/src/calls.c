@@ -1,22 +1,23 @@
 // Calls nobody wrote. Each has a stub under its name, generated from the symbol
 // lists of what is installed, or one made when its name is asked for.
+#include "calls.h"
+
 #include <dlfcn.h>
 #include <string.h>
 
-#include "calls.h"
 #include "vgpu.h"
 
-static int error_code(const char *name) {
+static int error_code(const char* name) {
   if (!strncmp(name, "nvml", 4)) return 3;     // NVML_ERROR_NOT_SUPPORTED
   if (!strncmp(name, "cublas", 6)) return 15;  // CUBLAS_STATUS_NOT_SUPPORTED
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 
-static void count(uint32_t *counter) {
+static void count(uint32_t* counter) {
   __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
 }
 
-int call_stub(int index, void *first_argument) {
+int call_stub(int index, void* first_argument) {
   if (!state_init()) return error_code(call_name[index]);
   if (index < MAX_CALLS) count(&self->calls[index]);
   switch (call_class[index]) {
@@ -34,7 +35,7 @@ int call_stub(int index, void *first_argument) {
 
 // ---- names asked for at run time
 
-static int late_index(const char *name) {
+static int late_index(const char* name) {
   if (!state_init()) return -1;
   int i = 0;
   state_lock();
@@ -46,7 +47,7 @@ static int late_index(const char *name) {
   return i < MAX_LATE_CALLS ? i : -1;
 }
 
-CUresult not_implemented(const char *name) {
+CUresult not_implemented(const char* name) {
   int i = late_index(name);
   if (i >= 0) count(&self->late_calls[i]);
   return CUDA_ERROR_NOT_SUPPORTED;
@@ -58,24 +59,24 @@ int late_stub(int index) {
   return error_code(self->late_call[index]);
 }
 
-static void *own_symbol(const char *name) {
-  static void *own;
+static void* own_symbol(const char* name) {
+  static void* own;
   if (!own) own = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   return own ? dlsym(own, name) : NULL;
 }
 
 // The newest form of a call that a program built for `version` may use.
-void *entry_point(const char *name, int version) {
-  const char *symbol = name;
+void* entry_point(const char* name, int version) {
+  const char* symbol = name;
   int newest = 0;
   for (int i = 0; i < call_versions; i++) {
-    const CallVersion *v = &call_version[i];
+    const CallVersion* v = &call_version[i];
     if (strcmp(v->name, name) || v->version > version || v->version < newest) continue;
     newest = v->version;
     symbol = v->symbol;
   }
-  void *found = own_symbol(symbol);
+  void* found = own_symbol(symbol);
   if (found) return found;
   int i = late_index(symbol);
-  return i < 0 ? NULL : (void *)late_stubs[i];
+  return i < 0 ? NULL : (void*)late_stubs[i];
 }

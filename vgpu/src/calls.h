@@ -8,7 +8,7 @@ typedef struct {
 
 extern const CallVersion call_version[];
 extern const int call_versions;
-extern const char *const call_name[];
+extern const char* const call_name[];
 extern const int call_class[];
 extern const int calls;
 extern int (*const late_stubs[])(void);

@@ -10,20 +10,20 @@
 
 // ---- failures
 
-static void base_name(const char *call, char base[NAME_BYTES]) {
+static void base_name(const char* call, char base[NAME_BYTES]) {
   snprintf(base, NAME_BYTES, "%s", call);
-  char *v = strrchr(base, '_');
+  char* v = strrchr(base, '_');
   if (v && v[1] == 'v' && isdigit(v[2])) *v = 0;
 }
 
-int injected(const char *call, int device, uint64_t size) {
+int injected(const char* call, int device, uint64_t size) {
   if (!__atomic_load_n(&shared->rules, __ATOMIC_RELAXED)) return 0;
   char base[NAME_BYTES];
   base_name(call, base);
   int error = 0;
   state_lock();
   for (int i = 0; i < shared->rules && !error; i++) {
-    Rule *r = &shared->rule[i];
+    Rule* r = &shared->rule[i];
     if (!r->times || (r->device >= 0 && r->device != device)) continue;
     if (size <= r->over && r->over) continue;
     if (fnmatch(r->call, base, 0)) continue;
@@ -37,11 +37,11 @@ int injected(const char *call, int device, uint64_t size) {
   return error;
 }
 
-EXPORT int vgpu_inject(const char *call, int device, uint64_t nth, uint64_t over,
+EXPORT int vgpu_inject(const char* call, int device, uint64_t nth, uint64_t over,
                        uint64_t times, int error) {
   if (!state_init()) return -1;
-  Rule rule = {.device = device, .nth = nth, .over = over, .times = times,
-               .error = error};
+  Rule rule = {
+      .device = device, .nth = nth, .over = over, .times = times, .error = error};
   snprintf(rule.call, sizeof rule.call, "%s", call);
   state_lock();
   int at = 0;
@@ -71,9 +71,10 @@ EXPORT void vgpu_inject_clear(void) {
 
 static void move(int device, int64_t bytes) {
   uint64_t memory = config.device[device].memory;
-  uint64_t *other = &shared->device[device].other;
+  uint64_t* other = &shared->device[device].other;
   uint64_t used = shared->device[device].used + *other;
-  if (bytes > 0) bytes = (int64_t)MIN((uint64_t)bytes, used < memory ? memory - used : 0);
+  if (bytes > 0)
+    bytes = (int64_t)MIN((uint64_t)bytes, used < memory ? memory - used : 0);
   if (bytes < 0) bytes = -(int64_t)MIN((uint64_t)-bytes, *other);
   *other += bytes;
   timeline_event(device, bytes, "other process", NULL);
@@ -81,7 +82,7 @@ static void move(int device, int64_t bytes) {
 
 void moves_at_allocation(int device) {
   for (int i = 0; i < shared->moves; i++) {
-    Move *m = &shared->move[i];
+    Move* m = &shared->move[i];
     if (m->done || m->device != device || !m->at_allocation) continue;
     if (shared->device[device].allocations + 1 < m->at_allocation) continue;
     m->done = true;
@@ -89,9 +90,9 @@ void moves_at_allocation(int device) {
   }
 }
 
-static void moves_at_phase(const char *phase) {
+static void moves_at_phase(const char* phase) {
   for (int i = 0; i < shared->moves; i++) {
-    Move *m = &shared->move[i];
+    Move* m = &shared->move[i];
     if (m->done || fnmatch(m->at_phase, phase, 0)) continue;
     m->done = true;
     move(m->device, m->bytes);
@@ -100,7 +101,7 @@ static void moves_at_phase(const char *phase) {
 
 // At once, or at the device's n-th allocation, or when a phase opens.
 EXPORT int vgpu_other(int device, int64_t bytes, uint64_t at_allocation,
-                      const char *at_phase) {
+                      const char* at_phase) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   int result = 0;
   state_lock();
@@ -110,7 +111,7 @@ EXPORT int vgpu_other(int device, int64_t bytes, uint64_t at_allocation,
     int at = 0;
     while (at < shared->moves && !shared->move[at].done) at++;
     if (at < MAX_MOVES) {
-      Move *m = &shared->move[at];
+      Move* m = &shared->move[at];
       *m = (Move){.device = device, .bytes = bytes, .at_allocation = at_allocation};
       snprintf(m->at_phase, sizeof m->at_phase, "%s", at_phase);
       shared->moves = MAX(shared->moves, at + 1);
@@ -123,7 +124,7 @@ EXPORT int vgpu_other(int device, int64_t bytes, uint64_t at_allocation,
 
 // ---- phases
 
-static int phase_find(const char *name) {
+static int phase_find(const char* name) {
   for (int i = 0; i < shared->phases; i++)
     if (!strcmp(shared->phase[i].name, name)) return i;
   return -1;
@@ -133,7 +134,7 @@ static uint64_t used_now(int device) {
   return shared->device[device].used + shared->device[device].other;
 }
 
-EXPORT int vgpu_phase_begin(const char *name) {
+EXPORT int vgpu_phase_begin(const char* name) {
   if (!state_init()) return -1;
   state_lock();
   int at = phase_find(name);
@@ -143,7 +144,7 @@ EXPORT int vgpu_phase_begin(const char *name) {
     snprintf(shared->phase[at].name, NAME_BYTES, "%s", name);
   }
   if (at >= 0) {
-    Phase *phase = &shared->phase[at];
+    Phase* phase = &shared->phase[at];
     phase->open++;
     phase->before = shared->phase_now;
     shared->phase_now = at;
@@ -151,7 +152,7 @@ EXPORT int vgpu_phase_begin(const char *name) {
     for (int d = 0; d < config.devices; d++) {
       phase->peak[d] = MAX(phase->peak[d], used_now(d));
       for (int i = 0; i < MAX_PROCESSES; i++) {
-        Process *p = &shared->process[i];
+        Process* p = &shared->process[i];
         if (p->pid) p->phase_peak[at][d] = MAX(p->phase_peak[at][d], p->used[d]);
       }
       timeline_event(d, 0, "phase", self);
@@ -161,7 +162,7 @@ EXPORT int vgpu_phase_begin(const char *name) {
   return at < 0 ? -1 : 0;
 }
 
-EXPORT int vgpu_phase_end(const char *name) {
+EXPORT int vgpu_phase_end(const char* name) {
   if (!state_init()) return -1;
   state_lock();
   int at = phase_find(name);
@@ -170,10 +171,8 @@ EXPORT int vgpu_phase_end(const char *name) {
     shared->phase[at].open--;
     if (shared->phase_now == at) {
       int before = shared->phase[at].before;
-      shared->phase_now =
-          before >= 0 && shared->phase[before].open > 0 ? before : -1;
-      for (int d = 0; d < config.devices; d++)
-        timeline_event(d, 0, "phase end", self);
+      shared->phase_now = before >= 0 && shared->phase[before].open > 0 ? before : -1;
+      for (int d = 0; d < config.devices; d++) timeline_event(d, 0, "phase end", self);
     }
   }
   state_unlock();
@@ -198,7 +197,7 @@ EXPORT int64_t vgpu_bytes(int device, int what) {
   return (int64_t)bytes;
 }
 
-EXPORT int64_t vgpu_phase_peak(const char *name, int device, int process) {
+EXPORT int64_t vgpu_phase_peak(const char* name, int device, int process) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   state_lock();
   int at = phase_find(name);
@@ -221,12 +220,10 @@ EXPORT int vgpu_reset_peak(int device) {
 
 EXPORT int vgpu_devices(void) { return state_init() ? config.devices : -1; }
 
-EXPORT uint64_t vgpu_kernels(void) {
-  return state_init() && self ? self->kernels : 0;
-}
+EXPORT uint64_t vgpu_kernels(void) { return state_init() && self ? self->kernels : 0; }
 
 // How often this process made a call that is not implemented.
-EXPORT int64_t vgpu_calls(const char *name) {
+EXPORT int64_t vgpu_calls(const char* name) {
   if (!state_init() || !self) return -1;
   for (int i = 0; i < MIN(calls, MAX_CALLS); i++)
     if (!strcmp(call_name[i], name)) return self->calls[i];

@@ -7,7 +7,7 @@
 
 int sticky;
 
-static __thread Context *current;
+static __thread Context* current;
 static __thread int ordinal_set;
 static __thread cudaError_t last_error;
 static Context contexts[MAX_DEVICES];
@@ -20,7 +20,7 @@ int current_device(void) { return device_index(current_ordinal()); }
 
 CUresult context_make(int ordinal) {
   pthread_mutex_lock(&context_lock);
-  Context *context = &contexts[ordinal];
+  Context* context = &contexts[ordinal];
   CUresult error = CUDA_SUCCESS;
   if (!context->made) {
     int device = device_index(ordinal);
@@ -35,7 +35,7 @@ CUresult context_make(int ordinal) {
   return error;
 }
 
-static CUresult enter(const char *call, uint64_t size, bool needs_context) {
+static CUresult enter(const char* call, uint64_t size, bool needs_context) {
   if (!state_init())
     return process_ended() ? CUDA_ERROR_DEINITIALIZED : CUDA_ERROR_NO_DEVICE;
   if (forked_after_init()) return CUDA_ERROR_NOT_INITIALIZED;
@@ -53,25 +53,25 @@ cudaError_t rt_leave(cudaError_t error) {
   return error;
 }
 
-cudaError_t rt_enter(const char *call, uint64_t size, bool needs_context) {
+cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context) {
   CUresult error = enter(call, size, needs_context);
   if (!error && needs_context && !current) current = &contexts[ordinal_set];
   return rt_leave((cudaError_t)error);
 }
 
-CUresult drv_enter(const char *call, uint64_t size, bool needs_context) {
+CUresult drv_enter(const char* call, uint64_t size, bool needs_context) {
   return enter(call, size, needs_context);
 }
 
-#define RT_START(name)                                 \
-  do {                                                 \
-    cudaError_t entered = rt_enter(name, 0, false);    \
-    if (entered) return entered;                       \
+#define RT_START(name)                              \
+  do {                                              \
+    cudaError_t entered = rt_enter(name, 0, false); \
+    if (entered) return entered;                    \
   } while (0)
-#define DRV_START(name)                                \
-  do {                                                 \
-    CUresult entered = drv_enter(name, 0, false);      \
-    if (entered) return entered;                       \
+#define DRV_START(name)                           \
+  do {                                            \
+    CUresult entered = drv_enter(name, 0, false); \
+    if (entered) return entered;                  \
   } while (0)
 
 static bool is_ordinal(int ordinal) {
@@ -80,14 +80,14 @@ static bool is_ordinal(int ordinal) {
 
 // ---- devices
 
-EXPORT cudaError_t cudaGetDeviceCount(int *n) {
+EXPORT cudaError_t cudaGetDeviceCount(int* n) {
   *n = 0;
   RT_START(__func__);
   *n = visible_devices();
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaGetDevice(int *ordinal) {
+EXPORT cudaError_t cudaGetDevice(int* ordinal) {
   RT_START(__func__);
   *ordinal = current_ordinal();
   return cudaSuccess;
@@ -109,18 +109,18 @@ EXPORT cudaError_t cudaDeviceSynchronize(void) {
   RT(unsafe_call());
 }
 
-EXPORT cudaError_t cudaDriverGetVersion(int *version) {
+EXPORT cudaError_t cudaDriverGetVersion(int* version) {
   *version = state_init() ? config.driver_version : 0;
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaRuntimeGetVersion(int *version) {
+EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
 
 static int attribute_value(int attribute, int ordinal) {
-  const DeviceConfig *d = &config.device[device_index(ordinal)];
+  const DeviceConfig* d = &config.device[device_index(ordinal)];
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       return d->major;
@@ -199,7 +199,7 @@ static int attribute_value(int attribute, int ordinal) {
   }
 }
 
-EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute,
+EXPORT cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute,
                                           int ordinal) {
   RT_START(__func__);
   if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
@@ -207,7 +207,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
   return cudaSuccess;
 }
 
-EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
                                      CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
@@ -216,8 +216,8 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
 }
 
 // "GPU-" or "MIG-" and 32 hexadecimal digits
-static void uuid_bytes(const char *text, char bytes[16]) {
-  const char *digits = text + 4;
+static void uuid_bytes(const char* text, char bytes[16]) {
+  const char* digits = text + 4;
   for (int i = 0; i < 16; i++) {
     while (*digits == '-') digits++;
     unsigned byte = 0;
@@ -227,10 +227,10 @@ static void uuid_bytes(const char *text, char bytes[16]) {
   }
 }
 
-EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int ordinal) {
+EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal) {
   RT_START(__func__);
   if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
-  const DeviceConfig *d = &config.device[device_index(ordinal)];
+  const DeviceConfig* d = &config.device[device_index(ordinal)];
 #define VALUE(name) attribute_value(CU_DEVICE_ATTRIBUTE_##name, ordinal)
   memset(p, 0, sizeof *p);
   snprintf(p->name, sizeof p->name, "%s", d->name);
@@ -270,14 +270,14 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int ordinal
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int n, int ordinal) {
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int n, int ordinal) {
   RT_START(__func__);
   if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
   snprintf(text, n, "%s", config.device[device_index(ordinal)].pci);
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *text) {
+EXPORT cudaError_t cudaDeviceGetByPCIBusId(int* ordinal, const char* text) {
   RT_START(__func__);
   for (int i = 0; i < visible_devices(); i++) {
     if (strcasecmp(config.device[device_index(i)].pci, text)) continue;
@@ -288,7 +288,7 @@ EXPORT cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *text) {
 }
 
 // Devices share nothing, so none can reach another.
-EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) {
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int ordinal, int peer) {
   RT_START(__func__);
   *can = 0;
   RT(is_ordinal(ordinal) && is_ordinal(peer) ? 0 : cudaErrorInvalidDevice);
@@ -300,7 +300,7 @@ EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   RT(is_ordinal(peer) ? cudaErrorPeerAccessUnsupported : cudaErrorInvalidDevice);
 }
 
-EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice ordinal, CUdevice peer) {
+EXPORT CUresult cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer) {
   (void)ordinal;
   (void)peer;
   *can = 0;
@@ -318,7 +318,7 @@ EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
+EXPORT CUresult cuCtxGetLimit(size_t* value, CUlimit limit) {
   DRV_ENTER(0);
   if (limit >= CU_LIMIT_MAX) return CUDA_ERROR_UNSUPPORTED_LIMIT;
   *value = __atomic_load_n(&limits[limit], __ATOMIC_RELAXED);
@@ -330,12 +330,12 @@ EXPORT cudaError_t cudaDeviceSetLimit(enum cudaLimit limit, size_t value) {
   RT(cuCtxSetLimit((CUlimit)limit, value));
 }
 
-EXPORT cudaError_t cudaDeviceGetLimit(size_t *value, enum cudaLimit limit) {
+EXPORT cudaError_t cudaDeviceGetLimit(size_t* value, enum cudaLimit limit) {
   RT_ENTER(0);
   RT(cuCtxGetLimit(value, (CUlimit)limit));
 }
 
-EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   RT_ENTER(0);
   *least = 0;
   *greatest = -5;
@@ -363,8 +363,7 @@ static const struct {
     {2, "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {3, "cudaErrorInitializationError", "CUDA_ERROR_NOT_INITIALIZED",
      "initialization error"},
-    {4, "cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED",
-     "driver shutting down"},
+    {4, "cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
     {100, "cudaErrorNoDevice", "CUDA_ERROR_NO_DEVICE",
      "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "CUDA_ERROR_INVALID_DEVICE",
@@ -375,26 +374,22 @@ static const struct {
      "peer access is not supported between these two devices"},
     {400, "cudaErrorInvalidResourceHandle", "CUDA_ERROR_INVALID_HANDLE",
      "invalid resource handle"},
-    {500, "cudaErrorSymbolNotFound", "CUDA_ERROR_NOT_FOUND",
-     "named symbol not found"},
+    {500, "cudaErrorSymbolNotFound", "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "cudaErrorNotReady", "CUDA_ERROR_NOT_READY", "device not ready"},
     {700, "cudaErrorIllegalAddress", "CUDA_ERROR_ILLEGAL_ADDRESS",
      "an illegal memory access was encountered"},
     {712, "cudaErrorHostMemoryAlreadyRegistered",
      "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
      "part or all of the requested memory range is already mapped"},
-    {713, "cudaErrorHostMemoryNotRegistered",
-     "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+    {713, "cudaErrorHostMemoryNotRegistered", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
      "pointer does not correspond to a registered memory region"},
     {800, "cudaErrorNotPermitted", "CUDA_ERROR_NOT_PERMITTED",
      "operation not permitted"},
     {801, "cudaErrorNotSupported", "CUDA_ERROR_NOT_SUPPORTED",
      "operation not supported"},
-    {900, "cudaErrorStreamCaptureUnsupported",
-     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    {900, "cudaErrorStreamCaptureUnsupported", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
      "operation not permitted when stream is capturing"},
-    {901, "cudaErrorStreamCaptureInvalidated",
-     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+    {901, "cudaErrorStreamCaptureInvalidated", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
      "operation failed due to a previous error during capture"},
     {902, "cudaErrorStreamCaptureMerge", "CUDA_ERROR_STREAM_CAPTURE_MERGE",
      "operation would result in a merge of separate capture sequences"},
@@ -406,8 +401,7 @@ static const struct {
      "dependency created on uncaptured work in another stream"},
     {906, "cudaErrorStreamCaptureImplicit", "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
      "operation would make the legacy stream depend on a capturing blocking stream"},
-    {908, "cudaErrorStreamCaptureWrongThread",
-     "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+    {908, "cudaErrorStreamCaptureWrongThread", "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
      "attempt to terminate a thread-local capture sequence from another thread"},
     {999, "cudaErrorUnknown", "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
@@ -418,23 +412,23 @@ static int error_index(int code) {
   return -1;
 }
 
-EXPORT const char *cudaGetErrorName(cudaError_t error) {
+EXPORT const char* cudaGetErrorName(cudaError_t error) {
   int i = error_index(error);
   return i < 0 ? "unrecognized error code" : errors[i].runtime;
 }
 
-EXPORT const char *cudaGetErrorString(cudaError_t error) {
+EXPORT const char* cudaGetErrorString(cudaError_t error) {
   int i = error_index(error);
   return i < 0 ? "unrecognized error code" : errors[i].text;
 }
 
-EXPORT CUresult cuGetErrorName(CUresult error, const char **name) {
+EXPORT CUresult cuGetErrorName(CUresult error, const char** name) {
   int i = error_index(error);
   *name = i < 0 ? NULL : errors[i].driver;
   return i < 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuGetErrorString(CUresult error, const char **text) {
+EXPORT CUresult cuGetErrorString(CUresult error, const char** text) {
   int i = error_index(error);
   *text = i < 0 ? NULL : errors[i].text;
   return i < 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
@@ -448,55 +442,55 @@ EXPORT CUresult cuInit(unsigned flags) {
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDriverGetVersion(int *version) {
+EXPORT CUresult cuDriverGetVersion(int* version) {
   *version = state_init() ? config.driver_version : CUDA_VERSION;
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   *device = ordinal;
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceGetCount(int *n) {
+EXPORT CUresult cuDeviceGetCount(int* n) {
   *n = 0;
   DRV_START(__func__);
   *n = visible_devices();
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceGetName(char *name, int n, CUdevice ordinal) {
+EXPORT CUresult cuDeviceGetName(char* name, int n, CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   snprintf(name, n, "%s", config.device[device_index(ordinal)].name);
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice ordinal) {
+EXPORT CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
-  const DeviceConfig *d = &config.device[device_index(ordinal)];
+  const DeviceConfig* d = &config.device[device_index(ordinal)];
   uuid_bytes(d->mig_uuid[0] ? d->mig_uuid : d->uuid, uuid->bytes);
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceTotalMem(size_t *bytes, CUdevice ordinal) {
+EXPORT CUresult cuDeviceTotalMem(size_t* bytes, CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   *bytes = config.device[device_index(ordinal)].properties_total;
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceGetPCIBusId(char *text, int n, CUdevice ordinal) {
+EXPORT CUresult cuDeviceGetPCIBusId(char* text, int n, CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   snprintf(text, n, "%s", config.device[device_index(ordinal)].pci);
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice ordinal) {
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   CUresult error = context_make(ordinal);
@@ -510,8 +504,8 @@ EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice ordinal) {
   return is_ordinal(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned *flags,
-                                           int *active) {
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags,
+                                           int* active) {
   DRV_START(__func__);
   if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
   *flags = 0;
@@ -519,7 +513,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned *flags,
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
+EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   DRV_START(__func__);
   *context = current;
   return CUDA_SUCCESS;
@@ -536,7 +530,7 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
   return CUDA_SUCCESS;
 }
 
-static __thread Context *pushed[64];
+static __thread Context* pushed[64];
 static __thread int pushed_count;
 
 EXPORT CUresult cuCtxPushCurrent(CUcontext context) {
@@ -548,7 +542,7 @@ EXPORT CUresult cuCtxPushCurrent(CUcontext context) {
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuCtxPopCurrent(CUcontext *context) {
+EXPORT CUresult cuCtxPopCurrent(CUcontext* context) {
   DRV_START(__func__);
   if (!pushed_count) return CUDA_ERROR_INVALID_CONTEXT;
   if (context) *context = current;
@@ -556,7 +550,7 @@ EXPORT CUresult cuCtxPopCurrent(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
+EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
   DRV_START(__func__);
   if (!current) return CUDA_ERROR_INVALID_CONTEXT;
   *device = current->ordinal;
@@ -568,7 +562,7 @@ EXPORT CUresult cuCtxSynchronize(void) {
   return unsafe_call();
 }
 
-EXPORT CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version) {
+EXPORT CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {
   (void)context;
   *version = 3020;
   return CUDA_SUCCESS;
@@ -576,32 +570,32 @@ EXPORT CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version) {
 
 // ---- finding calls by name
 
-EXPORT CUresult cuGetProcAddress(const char *name, void **function, int version,
+EXPORT CUresult cuGetProcAddress(const char* name, void** function, int version,
                                  cuuint64_t flags,
-                                 CUdriverProcAddressQueryResult *status) {
+                                 CUdriverProcAddressQueryResult* status) {
   (void)flags;
   *function = entry_point(name, version);
   if (status)
-    *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS
-                        : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    *status =
+        *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
   return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
-    const char *name, void **function, unsigned version, unsigned long long flags,
-    enum cudaDriverEntryPointQueryResult *status) {
+    const char* name, void** function, unsigned version, unsigned long long flags,
+    enum cudaDriverEntryPointQueryResult* status) {
   (void)flags;
   *function = entry_point(name, (int)version);
   if (status)
-    *status = *function ? cudaDriverEntryPointSuccess
-                        : cudaDriverEntryPointSymbolNotFound;
+    *status =
+        *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
 // Gone from CUDA 13's headers, still called by what was built for 12.
-EXPORT cudaError_t cudaGetDriverEntryPoint(
-    const char *name, void **function, unsigned long long flags,
-    enum cudaDriverEntryPointQueryResult *status) {
+EXPORT cudaError_t
+cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long flags,
+                        enum cudaDriverEntryPointQueryResult* status) {
   return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags,
                                           status);
 }

@@ -5,13 +5,13 @@
 
 #include "stream.h"
 
-static Capture *active;
+static Capture* active;
 static uint64_t next_capture = 1;
 static __thread int thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-Capture *captures(void) { return active; }
+Capture* captures(void) { return active; }
 
-CUresult operation_do(const Operation *o) {
+CUresult operation_do(const Operation* o) {
   switch (o->kind) {
     case NODE_COPY:
       return memory_copy(o->to, o->from, o->size);
@@ -28,42 +28,42 @@ CUresult operation_do(const Operation *o) {
   }
 }
 
-static Node *graph_add(Graph *graph, const Operation *operation) {
+static Node* graph_add(Graph* graph, const Operation* operation) {
   if (graph->nodes == graph->room) {
     graph->room = graph->room ? graph->room * 2 : 64;
     graph->node = realloc(graph->node, graph->room * sizeof *graph->node);
     if (!graph->node) abort();
   }
-  Node *node = malloc(sizeof *node);
+  Node* node = malloc(sizeof *node);
   if (!node) abort();
   node->operation = *operation;
   graph->node[graph->nodes++] = node;
   return node;
 }
 
-static void graph_empty(Graph *graph) {
+static void graph_empty(Graph* graph) {
   for (size_t i = 0; i < graph->nodes; i++) free(graph->node[i]);
   free(graph->node);
 }
 
-CUresult capture_add(Stream *stream, const Operation *operation) {
+CUresult capture_add(Stream* stream, const Operation* operation) {
   if (!stream->capture->valid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   stream->last = graph_add(stream->capture->graph, operation);
   stream->steps++;
   return CUDA_SUCCESS;
 }
 
-CUresult stream_run(void *handle, const Operation *operation) {
+CUresult stream_run(void* handle, const Operation* operation) {
   if (!__atomic_load_n(&active, __ATOMIC_RELAXED)) return operation_do(operation);
   if (!stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  Stream *stream = stream_find(handle);
+  Stream* stream = stream_find(handle);
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
   bool captured = stream && stream->capture;
   if (captured) {
     error = capture_add(stream, operation);
   } else if (!stream) {
-    for (Capture *c = active; c; c = c->next) {
+    for (Capture* c = active; c; c = c->next) {
       if (!c->origin || c->origin->flags & CU_STREAM_NON_BLOCKING) continue;
       c->valid = false;
       error = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
@@ -78,7 +78,7 @@ CUresult unsafe_call(void) {
   if (!__atomic_load_n(&active, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
-  for (Capture *c = active; c; c = c->next) {
+  for (Capture* c = active; c; c = c->next) {
     if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) break;
     bool mine = pthread_equal(c->thread, pthread_self());
     bool forbids = mine ? c->mode != CU_STREAM_CAPTURE_MODE_RELAXED
@@ -94,13 +94,13 @@ CUresult unsafe_call(void) {
 
 // ---- capture
 
-static CUresult capture_begin(Stream *handle, int mode) {
-  Stream *stream = stream_is(handle) ? stream_find(handle) : NULL;
+static CUresult capture_begin(Stream* handle, int mode) {
+  Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
   if (!stream)
     return stream_is(handle) ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
                              : CUDA_ERROR_INVALID_HANDLE;
-  Graph *graph = object_new(GRAPH, sizeof *graph);
-  Capture *capture = calloc(1, sizeof *capture);
+  Graph* graph = object_new(GRAPH, sizeof *graph);
+  Capture* capture = calloc(1, sizeof *capture);
   if (!capture) abort();
   pthread_mutex_lock(&objects_lock);
   if (stream->capture) {
@@ -109,8 +109,12 @@ static CUresult capture_begin(Stream *handle, int mode) {
     object_delete(graph, GRAPH);
     return CUDA_ERROR_ILLEGAL_STATE;
   }
-  *capture = (Capture){.id = next_capture++, .mode = mode, .origin = stream,
-                       .thread = pthread_self(), .graph = graph, .valid = true,
+  *capture = (Capture){.id = next_capture++,
+                       .mode = mode,
+                       .origin = stream,
+                       .thread = pthread_self(),
+                       .graph = graph,
+                       .valid = true,
                        .next = active};
   stream->capture = capture;
   stream->last = NULL;
@@ -121,12 +125,12 @@ static CUresult capture_begin(Stream *handle, int mode) {
 }
 
 typedef struct {
-  Capture *capture;
+  Capture* capture;
   bool unjoined;
 } Ending;
 
-static void leave_capture(Stream *stream, void *data) {
-  Ending *ending = data;
+static void leave_capture(Stream* stream, void* data) {
+  Ending* ending = data;
   if (stream->capture != ending->capture) return;
   if (stream != ending->capture->origin && stream->joined < stream->steps)
     ending->unjoined = true;
@@ -134,12 +138,12 @@ static void leave_capture(Stream *stream, void *data) {
   stream->last = NULL;
 }
 
-static CUresult capture_finish(Stream *handle, CUgraph *graph) {
+static CUresult capture_finish(Stream* handle, CUgraph* graph) {
   *graph = NULL;
-  Stream *stream = stream_is(handle) ? stream_find(handle) : NULL;
+  Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
   pthread_mutex_lock(&objects_lock);
-  Capture *capture = stream->capture;
+  Capture* capture = stream->capture;
   CUresult error = !capture                    ? CUDA_ERROR_ILLEGAL_STATE
                    : capture->origin != stream ? CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
                    : capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED &&
@@ -152,11 +156,11 @@ static CUresult capture_finish(Stream *handle, CUgraph *graph) {
   }
   Ending ending = {capture, false};
   streams_each(leave_capture, &ending);
-  Capture **at = &active;
+  Capture** at = &active;
   while (*at != capture) at = &(*at)->next;
   __atomic_store_n(at, capture->next, __ATOMIC_RELAXED);
   pthread_mutex_unlock(&objects_lock);
-  error = !capture->valid  ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+  error = !capture->valid   ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
           : ending.unjoined ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED
                             : CUDA_SUCCESS;
   if (error) {
@@ -172,24 +176,24 @@ static CUresult capture_finish(Stream *handle, CUgraph *graph) {
 typedef struct {
   int status;
   uint64_t id;
-  Graph *graph;
-  Stream *stream;
+  Graph* graph;
+  Stream* stream;
 } CaptureState;
 
-static CUresult capture_state(void *handle, CaptureState *state) {
+static CUresult capture_state(void* handle, CaptureState* state) {
   *state = (CaptureState){0};
   if (!__atomic_load_n(&active, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
   if (!stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  Stream *stream = stream_find(handle);
+  Stream* stream = stream_find(handle);
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
   if (stream && stream->capture) {
-    Capture *c = stream->capture;
+    Capture* c = stream->capture;
     *state = (CaptureState){c->valid ? CU_STREAM_CAPTURE_STATUS_ACTIVE
                                      : CU_STREAM_CAPTURE_STATUS_INVALIDATED,
                             c->id, c->graph, stream};
   } else if (!stream && (uintptr_t)handle < 2) {
-    for (Capture *c = active; c; c = c->next)
+    for (Capture* c = active; c; c = c->next)
       if (c->origin && !(c->origin->flags & CU_STREAM_NON_BLOCKING))
         error = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
   }
@@ -208,18 +212,18 @@ EXPORT CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) 
   return capture_begin(stream, (int)mode);
 }
 
-EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   RT_ENTER(0);
   RT(capture_finish(stream, graph));
 }
 
-EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   DRV_ENTER(0);
   return capture_finish(stream, graph);
 }
 
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
-                                         enum cudaStreamCaptureStatus *status) {
+                                         enum cudaStreamCaptureStatus* status) {
   RT_ENTER(0);
   CaptureState state;
   CUresult error = capture_state(stream, &state);
@@ -227,7 +231,7 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
   RT(error);
 }
 
-EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
   DRV_ENTER(0);
   CaptureState state;
   CUresult error = capture_state(stream, &state);
@@ -235,9 +239,9 @@ EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *stat
   return error;
 }
 
-static CUresult capture_info(CUstream stream, int *status, unsigned long long *id,
-                             CUgraph *graph, const CUgraphNode **dependencies,
-                             const CUgraphEdgeData **edges, size_t *n) {
+static CUresult capture_info(CUstream stream, int* status, unsigned long long* id,
+                             CUgraph* graph, const CUgraphNode** dependencies,
+                             const CUgraphEdgeData** edges, size_t* n) {
   CaptureState state;
   CUresult error = capture_state(stream, &state);
   if (error) return error;
@@ -246,70 +250,71 @@ static CUresult capture_info(CUstream stream, int *status, unsigned long long *i
   if (graph) *graph = state.graph;
   bool depends = state.stream && state.stream->last;
   if (dependencies)
-    *dependencies = depends ? (const CUgraphNode *)&state.stream->last : NULL;
+    *dependencies = depends ? (const CUgraphNode*)&state.stream->last : NULL;
   if (edges) *edges = NULL;
   if (n) *n = depends;
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-    unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
-    const cudaGraphEdgeData **edges, size_t *n) {
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
+                                            enum cudaStreamCaptureStatus* status,
+                                            unsigned long long* id, cudaGraph_t* graph,
+                                            const cudaGraphNode_t** dependencies,
+                                            const cudaGraphEdgeData** edges,
+                                            size_t* n) {
   RT_ENTER(0);
-  RT(capture_info(stream, (int *)status, id, graph, dependencies,
-                  (const CUgraphEdgeData **)edges, n));
+  RT(capture_info(stream, (int*)status, id, graph, dependencies,
+                  (const CUgraphEdgeData**)edges, n));
 }
 
-EXPORT CUresult cuStreamGetCaptureInfo(CUstream stream,
-                                       CUstreamCaptureStatus *status,
-                                       cuuint64_t *id, CUgraph *graph,
-                                       const CUgraphNode **dependencies,
-                                       const CUgraphEdgeData **edges, size_t *n) {
+EXPORT CUresult cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus* status,
+                                       cuuint64_t* id, CUgraph* graph,
+                                       const CUgraphNode** dependencies,
+                                       const CUgraphEdgeData** edges, size_t* n) {
   DRV_ENTER(0);
   unsigned long long capture_id = 0;
-  CUresult error = capture_info(stream, (int *)status, &capture_id, graph,
-                                dependencies, edges, n);
+  CUresult error =
+      capture_info(stream, (int*)status, &capture_id, graph, dependencies, edges, n);
   if (id) *id = capture_id;
   return error;
 }
 
-static void exchange_mode(int *mode) {
+static void exchange_mode(int* mode) {
   int old = thread_mode;
   thread_mode = *mode;
   *mode = old;
 }
 
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(
-    enum cudaStreamCaptureMode *mode) {
+EXPORT cudaError_t
+cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
   RT_ENTER(0);
-  exchange_mode((int *)mode);
+  exchange_mode((int*)mode);
   return cudaSuccess;
 }
 
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   DRV_ENTER(0);
-  exchange_mode((int *)mode);
+  exchange_mode((int*)mode);
   return CUDA_SUCCESS;
 }
 
 // ---- graphs
 
 typedef struct CUgraphExec_st {
-  Operation *operation;
+  Operation* operation;
   size_t operations;
   int device;
   int64_t charged;
 } Exec;
 
-static CUresult instantiate(CUgraphExec *handle, CUgraph graph) {
+static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
   *handle = NULL;
   if (!object_is(graph, GRAPH)) return CUDA_ERROR_INVALID_VALUE;
   int device = current_device();
-  const DeviceConfig *d = &config.device[device];
+  const DeviceConfig* d = &config.device[device];
   int64_t bytes = (int64_t)(d->graph + d->graph_node * graph->nodes);
   if (!charge(device, bytes, "graph")) return CUDA_ERROR_OUT_OF_MEMORY;
-  Exec *exec = object_new(EXEC, sizeof *exec);
+  Exec* exec = object_new(EXEC, sizeof *exec);
   exec->device = device;
   exec->charged = bytes;
   exec->operations = graph->nodes;
@@ -345,16 +350,15 @@ static CUresult graph_destroy(CUgraph graph) {
   return CUDA_SUCCESS;
 }
 
-static CUresult graph_nodes(CUgraph graph, CUgraphNode *nodes, size_t *n) {
+static CUresult graph_nodes(CUgraph graph, CUgraphNode* nodes, size_t* n) {
   if (!object_is(graph, GRAPH)) return CUDA_ERROR_INVALID_VALUE;
   size_t room = nodes ? *n : 0;
   *n = nodes ? MIN(room, graph->nodes) : graph->nodes;
-  for (size_t i = 0; i < room; i++)
-    nodes[i] = i < graph->nodes ? graph->node[i] : NULL;
+  for (size_t i = 0; i < room; i++) nodes[i] = i < graph->nodes ? graph->node[i] : NULL;
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned flags) {
+EXPORT cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned flags) {
   (void)flags;
   RT_ENTER(0);
   *graph = object_new(GRAPH, sizeof(Graph));
@@ -366,19 +370,19 @@ EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   RT(graph_destroy(graph));
 }
 
-EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes,
-                                     size_t *n) {
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes,
+                                     size_t* n) {
   RT_ENTER(0);
   RT(graph_nodes(graph, nodes, n));
 }
 
-EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *n) {
+EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* n) {
   DRV_ENTER(0);
   return graph_nodes(graph, nodes, n);
 }
 
 EXPORT cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node,
-                                        enum cudaGraphNodeType *type) {
+                                        enum cudaGraphNodeType* type) {
   RT_ENTER(0);
   static const enum cudaGraphNodeType types[] = {
       [NODE_KERNEL] = cudaGraphNodeTypeKernel,
@@ -391,14 +395,14 @@ EXPORT cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node,
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
+EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
                                         unsigned long long flags) {
   (void)flags;
   RT_ENTER(0);
   RT(instantiate(exec, graph));
 }
 
-EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec,
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec,
                                                  cudaGraph_t graph,
                                                  unsigned long long flags) {
   (void)flags;

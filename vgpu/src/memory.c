@@ -20,7 +20,7 @@ Ranges mappings, reserved;
 static uint64_t address_start, address_bytes;
 static Ranges address_heap;
 static struct {
-  char *start;
+  char* start;
   Ranges heap;
   uint64_t bytes;
 } physical_memory[MAX_DEVICES];
@@ -28,15 +28,15 @@ static struct {
 // Blocks of malloc_block bytes that small cudaMallocs share. A gap in addresses
 // follows each, so that free parts of two blocks never merge.
 typedef struct {
-  Physical *physical;
+  Physical* physical;
   uint64_t live;
 } Slab;
 enum { SLAB_GAP = 2 << 20 };
 static Ranges slabs[MAX_DEVICES], slab_heap[MAX_DEVICES];
 
-static void *map_host(uint64_t bytes, int protection) {
-  void *start = mmap(NULL, bytes, protection,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+static void* map_host(uint64_t bytes, int protection) {
+  void* start =
+      mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) return NULL;
   madvise(start, bytes, MADV_DONTFORK);
   madvise(start, bytes, MADV_DONTDUMP);
@@ -44,7 +44,7 @@ static void *map_host(uint64_t bytes, int protection) {
 }
 
 bool memory_init(void) {
-  void *start = NULL;
+  void* start = NULL;
   for (address_bytes = ADDRESS_BYTES; !start && address_bytes >> 32;) {
     start = map_host(address_bytes, PROT_NONE);
     if (!start) address_bytes /= 2;
@@ -64,16 +64,17 @@ static bool physical_init(int device) {
   if (physical_memory[device].start) return true;
   uint64_t memory = MAX(config.device[device].memory, 1u << 20);
   for (uint64_t factor = PHYSICAL_FACTOR; factor; factor /= 2) {
-    char *start = map_host(memory * factor, PROT_READ | PROT_WRITE);
+    char* start = map_host(memory * factor, PROT_READ | PROT_WRITE);
     if (!start) continue;
     physical_memory[device].start = start;
     physical_memory[device].bytes = memory * factor;
     heap_give(&physical_memory[device].heap, 0, memory * factor);
     return true;
   }
-  message("no host address space for device %d: needed %lu bytes; raise the "
-          "limit (ulimit -v) or allow overcommit (vm.overcommit_memory)",
-          device, memory);
+  message(
+      "no host address space for device %d: needed %lu bytes; raise the "
+      "limit (ulimit -v) or allow overcommit (vm.overcommit_memory)",
+      device, memory);
   return false;
 }
 
@@ -92,23 +93,26 @@ void address_give(uint64_t start, uint64_t size) {
   heap_give(&address_heap, start, size);
 }
 
-Physical *physical_take(int device, uint64_t size, const char *cause) {
+Physical* physical_take(int device, uint64_t size, const char* cause) {
   if (!physical_init(device)) return NULL;
   if (!charge(device, (int64_t)size, cause)) return NULL;
   uint64_t offset = heap_take(&physical_memory[device].heap, size);
   if (offset == UINT64_MAX) abort();  // PHYSICAL_FACTOR rules it out
-  Physical *p = calloc(1, sizeof *p);
+  Physical* p = calloc(1, sizeof *p);
   if (!p) abort();
-  *p = (Physical){.device = device, .size = size, .offset = offset,
-                  .references = 1, .cause = cause};
+  *p = (Physical){.device = device,
+                  .size = size,
+                  .offset = offset,
+                  .references = 1,
+                  .cause = cause};
   return p;
 }
 
-static void forget(Physical *p) {
+static void forget(Physical* p) {
   if (!p->written) return;
-  char *start = physical_memory[p->device].start + p->offset;
-  char *from = (char *)(((uint64_t)start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
-  char *to = (char *)((uint64_t)(start + p->size) & ~(uint64_t)(PAGE - 1));
+  char* start = physical_memory[p->device].start + p->offset;
+  char* from = (char*)(((uint64_t)start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
+  char* to = (char*)((uint64_t)(start + p->size) & ~(uint64_t)(PAGE - 1));
   if (to <= from) {
     memset(start, 0, p->size);
   } else {
@@ -119,7 +123,7 @@ static void forget(Physical *p) {
   p->written = false;
 }
 
-void physical_give(Physical *p) {
+void physical_give(Physical* p) {
   if (--p->references) return;
   forget(p);
   heap_give(&physical_memory[p->device].heap, p->offset, p->size);
@@ -127,8 +131,8 @@ void physical_give(Physical *p) {
   free(p);
 }
 
-static Mapping *mapping_add(uint64_t address, uint64_t size, Physical *physical) {
-  Mapping *m = calloc(1, sizeof *m);
+static Mapping* mapping_add(uint64_t address, uint64_t size, Physical* physical) {
+  Mapping* m = calloc(1, sizeof *m);
   if (!m) abort();
   m->physical = physical;
   m->readable = m->writable = true;
@@ -140,9 +144,9 @@ static Mapping *mapping_add(uint64_t address, uint64_t size, Physical *physical)
 
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-static CUresult allocate_block(int device, uint64_t size, const char *cause,
-                               uint64_t *address) {
-  Physical *p = physical_take(device, size, cause);
+static CUresult allocate_block(int device, uint64_t size, const char* cause,
+                               uint64_t* address) {
+  Physical* p = physical_take(device, size, cause);
   if (!p) return CUDA_ERROR_OUT_OF_MEMORY;
   uint64_t span = round_up(size, 2ull << 20);
   *address = address_take(span, 0);
@@ -158,12 +162,12 @@ static uint64_t slab_span(int device) {
   return round_up(config.device[device].malloc_block, SLAB_GAP) + SLAB_GAP;
 }
 
-static CUresult slab_add(int device, const char *cause) {
+static CUresult slab_add(int device, const char* cause) {
   uint64_t block = config.device[device].malloc_block;
-  Physical *p = physical_take(device, block, cause);
+  Physical* p = physical_take(device, block, cause);
   if (!p) return CUDA_ERROR_OUT_OF_MEMORY;
   uint64_t start = address_take(slab_span(device), 0);
-  Slab *slab = calloc(1, sizeof *slab);
+  Slab* slab = calloc(1, sizeof *slab);
   if (!slab) abort();
   if (!start) {
     free(slab);
@@ -177,25 +181,25 @@ static CUresult slab_add(int device, const char *cause) {
 }
 
 static void slab_remove(int device, uint64_t start) {
-  Slab *slab = ranges_remove(&slabs[device], start);
+  Slab* slab = ranges_remove(&slabs[device], start);
   ranges_remove(&slab_heap[device], start);
   address_give(start, slab_span(device));
   physical_give(slab->physical);
   free(slab);
 }
 
-static CUresult allocate_small(int device, uint64_t size, const char *cause,
-                               uint64_t *address) {
+static CUresult allocate_small(int device, uint64_t size, const char* cause,
+                               uint64_t* address) {
   uint64_t start = heap_take(&slab_heap[device], size);
   if (start == UINT64_MAX) {
     CUresult error = slab_add(device, cause);
     if (error) return error;
     start = heap_take(&slab_heap[device], size);
   }
-  Range *r = ranges_at(&slabs[device], start);
-  Slab *slab = r->data;
+  Range* r = ranges_at(&slabs[device], start);
+  Slab* slab = r->data;
   slab->live += size;
-  Mapping *m = mapping_add(start, size, slab->physical);
+  Mapping* m = mapping_add(start, size, slab->physical);
   m->offset = start - r->start;
   m->by = BY_MALLOC;
   m->owner = slab;
@@ -203,16 +207,16 @@ static CUresult allocate_small(int device, uint64_t size, const char *cause,
   return CUDA_SUCCESS;
 }
 
-static void free_small(uint64_t address, uint64_t size, const Mapping *m) {
-  Slab *slab = m->owner;
+static void free_small(uint64_t address, uint64_t size, const Mapping* m) {
+  Slab* slab = m->owner;
   int device = slab->physical->device;
   heap_give(&slab_heap[device], address, size);
   slab->live -= size;
   if (!slab->live) slab_remove(device, address - m->offset);
 }
 
-CUresult memory_allocate(int device, uint64_t size, const char *cause,
-                         uint64_t *address) {
+CUresult memory_allocate(int device, uint64_t size, const char* cause,
+                         uint64_t* address) {
   uint64_t block = config.device[device].malloc_block;
   *address = 0;
   if (size == 0) return CUDA_SUCCESS;
@@ -224,7 +228,7 @@ CUresult memory_allocate(int device, uint64_t size, const char *cause,
   else
     error = allocate_block(device, round_up(size, block), cause, address);
   if (!error) {
-    Mapping *m = ranges_at(&mappings, *address)->data;
+    Mapping* m = ranges_at(&mappings, *address)->data;
     m->requested = size;
   }
   pthread_mutex_unlock(&memory_lock);
@@ -234,8 +238,8 @@ CUresult memory_allocate(int device, uint64_t size, const char *cause,
 CUresult memory_free(uint64_t address) {
   if (!address) return CUDA_SUCCESS;
   pthread_mutex_lock(&memory_lock);
-  Range *r = ranges_at(&mappings, address);
-  Mapping *m = r ? r->data : NULL;
+  Range* r = ranges_at(&mappings, address);
+  Mapping* m = r ? r->data : NULL;
   if (!m || r->start != address || m->by != BY_MALLOC) {
     pthread_mutex_unlock(&memory_lock);
     return CUDA_ERROR_INVALID_VALUE;
@@ -256,14 +260,14 @@ CUresult memory_free(uint64_t address) {
 // ---- contents
 
 typedef struct {
-  char *start;
+  char* start;
   uint64_t size;
-  Physical *physical;  // NULL: host memory
+  Physical* physical;  // NULL: host memory
 } Span;
 
-static void illegal(uint64_t address, uint64_t size, const char *why) {
-  Range *near = ranges_below(&mappings, address);
-  Range *above = ranges_above(&mappings, address);
+static void illegal(uint64_t address, uint64_t size, const char* why) {
+  Range* near = ranges_below(&mappings, address);
+  Range* above = ranges_above(&mappings, address);
   if (!near || (above && above->start - address <
                              address - MIN(address, near->start + near->size)))
     near = above;
@@ -271,23 +275,23 @@ static void illegal(uint64_t address, uint64_t size, const char *why) {
     message("illegal address 0x%lx, %lu bytes: %s; nearest mapping 0x%lx, %lu bytes",
             address, size, why, near->start, near->size);
   else
-    message("illegal address 0x%lx, %lu bytes: %s; nothing is mapped", address,
-            size, why);
+    message("illegal address 0x%lx, %lu bytes: %s; nothing is mapped", address, size,
+            why);
   sticky_error(CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 // The contiguous memory at an address, at most `size` bytes of it.
-static bool span_at(uint64_t address, uint64_t size, bool write, Span *span) {
+static bool span_at(uint64_t address, uint64_t size, bool write, Span* span) {
   if (!is_device_address(address)) {
-    *span = (Span){(char *)address, size, NULL};
+    *span = (Span){(char*)address, size, NULL};
     return true;
   }
-  Range *r = ranges_at(&mappings, address);
+  Range* r = ranges_at(&mappings, address);
   if (!r) return false;
-  Mapping *m = r->data;
+  Mapping* m = r->data;
   if (write ? !m->writable : !m->readable) return false;
   uint64_t skip = address - r->start;
-  Physical *p = m->physical;
+  Physical* p = m->physical;
   *span = (Span){physical_memory[p->device].start + p->offset + m->offset + skip,
                  MIN(size, r->size - skip), p};
   return true;
@@ -300,7 +304,7 @@ static bool check(uint64_t address, uint64_t size, bool write) {
     bool mapped = ranges_at(&mappings, address + done);
     bool known = ranges_at(&reserved, address + done);
     illegal(address, size,
-            mapped ? "mapped without access"
+            mapped  ? "mapped without access"
             : known ? "reserved but not mapped"
                     : "not allocated");
     return false;
@@ -308,10 +312,10 @@ static bool check(uint64_t address, uint64_t size, bool write) {
   return true;
 }
 
-static void zero(const Span *span) {
+static void zero(const Span* span) {
   if (span->physical && !span->physical->written) return;
-  char *from = (char *)(((uint64_t)span->start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
-  char *to = (char *)((uint64_t)(span->start + span->size) & ~(uint64_t)(PAGE - 1));
+  char* from = (char*)(((uint64_t)span->start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
+  char* to = (char*)((uint64_t)(span->start + span->size) & ~(uint64_t)(PAGE - 1));
   if (!span->physical || span->size < (1u << 20)) {
     memset(span->start, 0, span->size);
     return;
@@ -363,7 +367,7 @@ CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n) {
         memset(span.start, (int)value, span.size);
       else
         for (uint64_t i = 0; i < span.size; i++)
-          span.start[i] = ((char *)&value)[(done + i) % value_bytes];
+          span.start[i] = ((char*)&value)[(done + i) % value_bytes];
     }
     done += span.size;
   }
@@ -373,21 +377,21 @@ CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n) {
 
 // ---- runtime calls
 
-EXPORT cudaError_t cudaMalloc(void **address, size_t size) {
+EXPORT cudaError_t cudaMalloc(void** address, size_t size) {
   RT_ENTER(size);
   CUresult error = unsafe_call();
   if (!error)
-    error = memory_allocate(current_device(), size, __func__, (uint64_t *)address);
+    error = memory_allocate(current_device(), size, __func__, (uint64_t*)address);
   RT(error);
 }
 
-EXPORT cudaError_t cudaFree(void *address) {
+EXPORT cudaError_t cudaFree(void* address) {
   RT_ENTER(0);
   CUresult error = address ? unsafe_call() : 0;
   RT(error ? error : memory_free((uint64_t)address));
 }
 
-EXPORT CUresult cuMemAlloc(CUdeviceptr *address, size_t size) {
+EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   DRV_ENTER(size);
   if (!size) return CUDA_ERROR_INVALID_VALUE;
   CUresult error = unsafe_call();
@@ -404,8 +408,8 @@ EXPORT CUresult cuMemFree(CUdeviceptr address) {
   return error ? error : memory_free(address);
 }
 
-static void info(int device, size_t *free_bytes, size_t *total) {
-  const DeviceConfig *d = &config.device[device];
+static void info(int device, size_t* free_bytes, size_t* total) {
+  const DeviceConfig* d = &config.device[device];
   uint64_t bytes = device_free(device);
   if (d->meminfo_total < d->memory) {  // a slice sees its own limit
     uint64_t used = device_used(device);
@@ -417,13 +421,13 @@ static void info(int device, size_t *free_bytes, size_t *total) {
   *total = d->meminfo_total;
 }
 
-EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
+EXPORT cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   RT_ENTER(0);
   info(current_device(), free_bytes, total);
   return cudaSuccess;
 }
 
-EXPORT CUresult cuMemGetInfo(size_t *free_bytes, size_t *total) {
+EXPORT CUresult cuMemGetInfo(size_t* free_bytes, size_t* total) {
   DRV_ENTER(0);
   info(current_device(), free_bytes, total);
   return CUDA_SUCCESS;
@@ -439,8 +443,8 @@ typedef struct {
 } HostBlock;
 static Ranges host_blocks;
 
-static CUresult host_allocate(void **address, uint64_t size, int kind,
-                              const char *cause) {
+static CUresult host_allocate(void** address, uint64_t size, int kind,
+                              const char* cause) {
   *address = NULL;
   if (!size) return CUDA_SUCCESS;
   int device = current_device();
@@ -456,7 +460,7 @@ static CUresult host_allocate(void **address, uint64_t size, int kind,
     if (charged) charge(device, -(int64_t)bytes, cause);
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
-  HostBlock *block = malloc(sizeof *block);
+  HostBlock* block = malloc(sizeof *block);
   if (!block) abort();
   *block = (HostBlock){bytes, device, kind, charged};
   pthread_mutex_lock(&memory_lock);
@@ -465,10 +469,10 @@ static CUresult host_allocate(void **address, uint64_t size, int kind,
   return CUDA_SUCCESS;
 }
 
-static CUresult host_release(void *address, bool registered, const char *cause) {
+static CUresult host_release(void* address, bool registered, const char* cause) {
   pthread_mutex_lock(&memory_lock);
-  Range *r = ranges_at(&host_blocks, (uint64_t)address);
-  HostBlock *block = r ? r->data : NULL;
+  Range* r = ranges_at(&host_blocks, (uint64_t)address);
+  HostBlock* block = r ? r->data : NULL;
   bool right = block && r->start == (uint64_t)address &&
                (block->kind == REGISTERED) == registered;
   if (right) ranges_remove(&host_blocks, (uint64_t)address);
@@ -482,42 +486,42 @@ static CUresult host_release(void *address, bool registered, const char *cause) 
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaHostAlloc(void **address, size_t size, unsigned flags) {
+EXPORT cudaError_t cudaHostAlloc(void** address, size_t size, unsigned flags) {
   (void)flags;
   RT_ENTER(size);
   RT(host_allocate(address, size, PINNED, "cudaHostAlloc"));
 }
 
-EXPORT cudaError_t cudaMallocHost(void **address, size_t size) {
+EXPORT cudaError_t cudaMallocHost(void** address, size_t size) {
   RT_ENTER(size);
   RT(host_allocate(address, size, PINNED, "cudaHostAlloc"));
 }
 
-EXPORT cudaError_t cudaFreeHost(void *address) {
+EXPORT cudaError_t cudaFreeHost(void* address) {
   RT_ENTER(0);
   RT(address ? host_release(address, false, "cudaHostAlloc") : 0);
 }
 
-EXPORT CUresult cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+EXPORT CUresult cuMemHostAlloc(void** address, size_t size, unsigned flags) {
   (void)flags;
   DRV_ENTER(size);
   return host_allocate(address, size, PINNED, "cudaHostAlloc");
 }
 
-EXPORT CUresult cuMemFreeHost(void *address) {
+EXPORT CUresult cuMemFreeHost(void* address) {
   DRV_ENTER(0);
   return host_release(address, false, "cudaHostAlloc");
 }
 
-EXPORT cudaError_t cudaMallocManaged(void **address, size_t size, unsigned flags) {
+EXPORT cudaError_t cudaMallocManaged(void** address, size_t size, unsigned flags) {
   (void)flags;
   RT_ENTER(size);
   RT(host_allocate(address, size, MANAGED, "cudaMallocManaged"));
 }
 
-static CUresult host_register(void *address, size_t size) {
+static CUresult host_register(void* address, size_t size) {
   if (!address || !size) return CUDA_ERROR_INVALID_VALUE;
-  HostBlock *block = malloc(sizeof *block);
+  HostBlock* block = malloc(sizeof *block);
   if (!block) abort();
   *block = (HostBlock){size, current_device(), REGISTERED, false};
   pthread_mutex_lock(&memory_lock);
@@ -528,30 +532,29 @@ static CUresult host_register(void *address, size_t size) {
   return taken ? CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED : CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaHostRegister(void *address, size_t size, unsigned flags) {
+EXPORT cudaError_t cudaHostRegister(void* address, size_t size, unsigned flags) {
   (void)flags;
   RT_ENTER(size);
   RT(host_register(address, size));
 }
 
-EXPORT cudaError_t cudaHostUnregister(void *address) {
+EXPORT cudaError_t cudaHostUnregister(void* address) {
   RT_ENTER(0);
   RT(host_release(address, true, "cudaHostRegister"));
 }
 
-EXPORT CUresult cuMemHostRegister(void *address, size_t size, unsigned flags) {
+EXPORT CUresult cuMemHostRegister(void* address, size_t size, unsigned flags) {
   (void)flags;
   DRV_ENTER(size);
   return host_register(address, size);
 }
 
-EXPORT CUresult cuMemHostUnregister(void *address) {
+EXPORT CUresult cuMemHostUnregister(void* address) {
   DRV_ENTER(0);
   return host_release(address, true, "cudaHostRegister");
 }
 
-EXPORT cudaError_t cudaHostGetDevicePointer(void **device, void *host,
-                                            unsigned flags) {
+EXPORT cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) {
   (void)flags;
   RT_ENTER(0);
   pthread_mutex_lock(&memory_lock);
@@ -561,7 +564,7 @@ EXPORT cudaError_t cudaHostGetDevicePointer(void **device, void *host,
   RT(known ? 0 : CUDA_ERROR_INVALID_VALUE);
 }
 
-EXPORT cudaError_t cudaHostGetFlags(unsigned *flags, void *host) {
+EXPORT cudaError_t cudaHostGetFlags(unsigned* flags, void* host) {
   RT_ENTER(0);
   pthread_mutex_lock(&memory_lock);
   bool known = ranges_at(&host_blocks, (uint64_t)host);
@@ -582,18 +585,24 @@ typedef struct {
 static Pointer pointer_look_up(uint64_t address) {
   Pointer found = {0};
   pthread_mutex_lock(&memory_lock);
-  Range *r = ranges_at(&mappings, address);
+  Range* r = ranges_at(&mappings, address);
   if (r) {
-    Mapping *m = r->data;
-    found = (Pointer){CU_MEMORYTYPE_DEVICE, m->physical->device, r->start,
-                      m->requested ? m->requested : r->size, false,
+    Mapping* m = r->data;
+    found = (Pointer){CU_MEMORYTYPE_DEVICE,
+                      m->physical->device,
+                      r->start,
+                      m->requested ? m->requested : r->size,
+                      false,
                       m->by == BY_MAP};
   } else if ((r = ranges_at(&host_blocks, address))) {
-    HostBlock *block = r->data;
-    found = (Pointer){block->kind == MANAGED ? CU_MEMORYTYPE_UNIFIED
-                                             : CU_MEMORYTYPE_HOST,
-                      block->device, r->start, r->size, block->kind == MANAGED,
-                      false};
+    HostBlock* block = r->data;
+    found =
+        (Pointer){block->kind == MANAGED ? CU_MEMORYTYPE_UNIFIED : CU_MEMORYTYPE_HOST,
+                  block->device,
+                  r->start,
+                  r->size,
+                  block->kind == MANAGED,
+                  false};
   }
   pthread_mutex_unlock(&memory_lock);
   return found;
@@ -605,8 +614,8 @@ static int ordinal_of(int device) {
   return 0;
 }
 
-EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a,
-                                            const void *pointer) {
+EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* a,
+                                            const void* pointer) {
   RT_ENTER(0);
   Pointer p = pointer_look_up((uint64_t)pointer);
   memset(a, 0, sizeof *a);
@@ -615,53 +624,53 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a,
             : p.type == CU_MEMORYTYPE_HOST   ? cudaMemoryTypeHost
                                              : cudaMemoryTypeUnregistered;
   a->device = p.type ? ordinal_of(p.device) : -2;
-  if (p.type) a->devicePointer = (void *)pointer;
-  if (p.type != CU_MEMORYTYPE_DEVICE) a->hostPointer = p.type ? (void *)pointer : 0;
+  if (p.type) a->devicePointer = (void*)pointer;
+  if (p.type != CU_MEMORYTYPE_DEVICE) a->hostPointer = p.type ? (void*)pointer : 0;
   return cudaSuccess;
 }
 
-static CUresult pointer_attribute(void *data, CUpointer_attribute attribute,
-                                  const Pointer *p, CUdeviceptr address) {
+static CUresult pointer_attribute(void* data, CUpointer_attribute attribute,
+                                  const Pointer* p, CUdeviceptr address) {
   switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
       return cuDevicePrimaryCtxRetain(data, ordinal_of(p->device));
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-      *(unsigned *)data = p->type;
+      *(unsigned*)data = p->type;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-      *(CUdeviceptr *)data = address;
+      *(CUdeviceptr*)data = address;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-      *(void **)data = p->type == CU_MEMORYTYPE_DEVICE ? NULL : (void *)address;
+      *(void**)data = p->type == CU_MEMORYTYPE_DEVICE ? NULL : (void*)address;
       return p->type == CU_MEMORYTYPE_DEVICE ? CUDA_ERROR_INVALID_VALUE : 0;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      *(int *)data = ordinal_of(p->device);
+      *(int*)data = ordinal_of(p->device);
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-      *(bool *)data = p->managed;
+      *(bool*)data = p->managed;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-      *(CUdeviceptr *)data = p->start;
+      *(CUdeviceptr*)data = p->start;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-      *(size_t *)data = p->size;
+      *(size_t*)data = p->size;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MAPPED:
-      *(bool *)data = true;
+      *(bool*)data = true;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
-      *(unsigned long long *)data = p->start;
+      *(unsigned long long*)data = p->start;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-      *(int *)data = 0;
+      *(int*)data = 0;
       return CUDA_SUCCESS;
     default:
       return not_implemented("cuPointerGetAttribute(other)");
   }
 }
 
-EXPORT CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute,
+EXPORT CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute,
                                       CUdeviceptr address) {
   DRV_ENTER(0);
   Pointer p = pointer_look_up(address);
@@ -669,24 +678,23 @@ EXPORT CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute,
                 : CUDA_ERROR_INVALID_VALUE;
 }
 
-EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute *attributes,
-                                       void **data, CUdeviceptr address) {
+EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes,
+                                       void** data, CUdeviceptr address) {
   DRV_ENTER(0);
   Pointer p = pointer_look_up(address);
   for (unsigned i = 0; i < n; i++) {
     if (p.type) {
       pointer_attribute(data[i], attributes[i], &p, address);
     } else if (attributes[i] == CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
-      *(unsigned *)data[i] = 0;
+      *(unsigned*)data[i] = 0;
     } else {
-      *(void **)data[i] = NULL;
+      *(void**)data[i] = NULL;
     }
   }
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuPointerSetAttribute(const void *value,
-                                      CUpointer_attribute attribute,
+EXPORT CUresult cuPointerSetAttribute(const void* value, CUpointer_attribute attribute,
                                       CUdeviceptr address) {
   (void)value;
   DRV_ENTER(0);
@@ -696,7 +704,7 @@ EXPORT CUresult cuPointerSetAttribute(const void *value,
              : not_implemented("cuPointerSetAttribute(other)");
 }
 
-EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *size,
+EXPORT CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* size,
                                      CUdeviceptr address) {
   DRV_ENTER(0);
   Pointer p = pointer_look_up(address);
@@ -708,35 +716,39 @@ EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *size,
 
 // ---- copies and fills
 
-static CUresult copy(void *to, const void *from, size_t size, void *stream) {
+static CUresult copy(void* to, const void* from, size_t size, void* stream) {
   if (!size) return CUDA_SUCCESS;
-  return stream_run(stream, &(Operation){.kind = NODE_COPY, .to = (uint64_t)to,
-                                         .from = (uint64_t)from, .size = size});
+  return stream_run(
+      stream,
+      &(Operation){
+          .kind = NODE_COPY, .to = (uint64_t)to, .from = (uint64_t)from, .size = size});
 }
 
 static CUresult fill(uint64_t to, uint64_t value, int value_bytes, size_t n,
-                     void *stream) {
+                     void* stream) {
   if (!n) return CUDA_SUCCESS;
-  return stream_run(stream, &(Operation){.kind = NODE_FILL, .to = to, .size = n,
+  return stream_run(stream, &(Operation){.kind = NODE_FILL,
+                                         .to = to,
+                                         .size = n,
                                          .value = value,
                                          .value_bytes = value_bytes});
 }
 
-EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size,
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t size,
                               enum cudaMemcpyKind kind) {
   (void)kind;
   RT_ENTER(size);
   RT(copy(to, from, size, NULL));
 }
 
-EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size,
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size,
                                    enum cudaMemcpyKind kind, cudaStream_t stream) {
   (void)kind;
   RT_ENTER(size);
   RT(copy(to, from, size, stream));
 }
 
-EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from,
+EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from,
                                        int from_device, size_t size,
                                        cudaStream_t stream) {
   (void)to_device;
@@ -745,7 +757,7 @@ EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from
   RT(copy(to, from, size, stream));
 }
 
-EXPORT cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from,
+EXPORT cudaError_t cudaMemcpyPeer(void* to, int to_device, const void* from,
                                   int from_device, size_t size) {
   (void)to_device;
   (void)from_device;
@@ -753,16 +765,15 @@ EXPORT cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from,
   RT(copy(to, from, size, NULL));
 }
 
-static CUresult copy_2d(char *to, size_t to_pitch, const char *from,
-                        size_t from_pitch, size_t width, size_t height,
-                        void *stream) {
+static CUresult copy_2d(char* to, size_t to_pitch, const char* from, size_t from_pitch,
+                        size_t width, size_t height, void* stream) {
   CUresult error = CUDA_SUCCESS;
   for (size_t row = 0; row < height && !error; row++)
     error = copy(to + row * to_pitch, from + row * from_pitch, width, stream);
   return error;
 }
 
-EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from,
+EXPORT cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from,
                                      size_t from_pitch, size_t width, size_t height,
                                      enum cudaMemcpyKind kind, cudaStream_t stream) {
   (void)kind;
@@ -770,7 +781,7 @@ EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from
   RT(copy_2d(to, to_pitch, from, from_pitch, width, height, stream));
 }
 
-EXPORT cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from,
+EXPORT cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from,
                                 size_t from_pitch, size_t width, size_t height,
                                 enum cudaMemcpyKind kind) {
   (void)kind;
@@ -778,31 +789,30 @@ EXPORT cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from,
   RT(copy_2d(to, to_pitch, from, from_pitch, width, height, NULL));
 }
 
-EXPORT cudaError_t cudaMemset(void *to, int value, size_t n) {
+EXPORT cudaError_t cudaMemset(void* to, int value, size_t n) {
   RT_ENTER(n);
   RT(fill((uint64_t)to, value & 0xff, 1, n, NULL));
 }
 
-EXPORT cudaError_t cudaMemsetAsync(void *to, int value, size_t n,
-                                   cudaStream_t stream) {
+EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t n, cudaStream_t stream) {
   RT_ENTER(n);
   RT(fill((uint64_t)to, value & 0xff, 1, n, stream));
 }
 
-#define DRV_COPY(name, parameters, to, from)                      \
-  EXPORT CUresult name parameters {                               \
-    DRV_ENTER(size);                                              \
-    return copy((void *)to, (void *)from, size, NULL);            \
+#define DRV_COPY(name, parameters, to, from)         \
+  EXPORT CUresult name parameters {                  \
+    DRV_ENTER(size);                                 \
+    return copy((void*)to, (void*)from, size, NULL); \
   }
-#define DRV_COPY_ASYNC(name, parameters, to, from)    \
-  EXPORT CUresult name parameters {                   \
-    DRV_ENTER(size);                                  \
-    return copy((void *)to, (void *)from, size, stream); \
+#define DRV_COPY_ASYNC(name, parameters, to, from)     \
+  EXPORT CUresult name parameters {                    \
+    DRV_ENTER(size);                                   \
+    return copy((void*)to, (void*)from, size, stream); \
   }
 DRV_COPY(cuMemcpy, (CUdeviceptr to, CUdeviceptr from, size_t size), to, from)
 DRV_COPY(cuMemcpyDtoD, (CUdeviceptr to, CUdeviceptr from, size_t size), to, from)
-DRV_COPY(cuMemcpyDtoH, (void *to, CUdeviceptr from, size_t size), to, from)
-DRV_COPY(cuMemcpyHtoD, (CUdeviceptr to, const void *from, size_t size), to, from)
+DRV_COPY(cuMemcpyDtoH, (void* to, CUdeviceptr from, size_t size), to, from)
+DRV_COPY(cuMemcpyHtoD, (CUdeviceptr to, const void* from, size_t size), to, from)
 DRV_COPY_ASYNC(cuMemcpyAsync,
                (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream), to,
                from)
@@ -810,20 +820,20 @@ DRV_COPY_ASYNC(cuMemcpyDtoDAsync,
                (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream), to,
                from)
 DRV_COPY_ASYNC(cuMemcpyDtoHAsync,
-               (void *to, CUdeviceptr from, size_t size, CUstream stream), to, from)
+               (void* to, CUdeviceptr from, size_t size, CUstream stream), to, from)
 DRV_COPY_ASYNC(cuMemcpyHtoDAsync,
-               (CUdeviceptr to, const void *from, size_t size, CUstream stream), to,
+               (CUdeviceptr to, const void* from, size_t size, CUstream stream), to,
                from)
 
-#define DRV_FILL(name, type)                                             \
-  EXPORT CUresult name(CUdeviceptr to, type value, size_t n) {           \
-    DRV_ENTER(n * sizeof value);                                         \
-    return fill(to, value, sizeof value, n, NULL);                       \
+#define DRV_FILL(name, type)                                   \
+  EXPORT CUresult name(CUdeviceptr to, type value, size_t n) { \
+    DRV_ENTER(n * sizeof value);                               \
+    return fill(to, value, sizeof value, n, NULL);             \
   }
-#define DRV_FILL_ASYNC(name, type)                                             \
+#define DRV_FILL_ASYNC(name, type)                                              \
   EXPORT CUresult name(CUdeviceptr to, type value, size_t n, CUstream stream) { \
-    DRV_ENTER(n * sizeof value);                                               \
-    return fill(to, value, sizeof value, n, stream);                           \
+    DRV_ENTER(n * sizeof value);                                                \
+    return fill(to, value, sizeof value, n, stream);                            \
   }
 DRV_FILL(cuMemsetD8, unsigned char)
 DRV_FILL(cuMemsetD16, unsigned short)
@@ -832,8 +842,8 @@ DRV_FILL_ASYNC(cuMemsetD8Async, unsigned char)
 DRV_FILL_ASYNC(cuMemsetD16Async, unsigned short)
 DRV_FILL_ASYNC(cuMemsetD32Async, unsigned)
 
-EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr to,
-                                     cuuint32_t value, unsigned flags) {
+EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr to, cuuint32_t value,
+                                     unsigned flags) {
   (void)flags;
   DRV_ENTER(sizeof value);
   return fill(to, value, sizeof value, 1, stream);
@@ -847,25 +857,25 @@ struct CUmemPoolHandle_st {
 };
 static struct CUmemPoolHandle_st default_pool[MAX_DEVICES];
 
-static struct CUmemPoolHandle_st *pool_of(int ordinal) {
+static struct CUmemPoolHandle_st* pool_of(int ordinal) {
   int device = device_index(ordinal);
   default_pool[device].device = device;
   return &default_pool[device];
 }
 
-static uint64_t pool_reserved(const struct CUmemPoolHandle_st *pool) {
+static uint64_t pool_reserved(const struct CUmemPoolHandle_st* pool) {
   return pool->used + pool->kept;
 }
 
-static void pool_trim(struct CUmemPoolHandle_st *pool, uint64_t keep) {
+static void pool_trim(struct CUmemPoolHandle_st* pool, uint64_t keep) {
   if (pool_reserved(pool) <= keep) return;
   uint64_t give = MIN(pool->kept, pool_reserved(pool) - keep);
   pool->kept -= give;
   charge(pool->device, -(int64_t)give, "cudaMallocAsync");
 }
 
-static CUresult pool_allocate(struct CUmemPoolHandle_st *pool, uint64_t size,
-                              uint64_t *address) {
+static CUresult pool_allocate(struct CUmemPoolHandle_st* pool, uint64_t size,
+                              uint64_t* address) {
   uint64_t bytes = round_up(size, config.device[pool->device].malloc_block);
   // What the pool kept is given back first, so it can be taken again at once.
   uint64_t kept = MIN(pool->kept, bytes);
@@ -879,31 +889,31 @@ static CUresult pool_allocate(struct CUmemPoolHandle_st *pool, uint64_t size,
   pool->used += bytes;
   pool->used_high = MAX(pool->used_high, pool->used);
   pool->reserved_high = MAX(pool->reserved_high, pool_reserved(pool));
-  Mapping *m = ranges_at(&mappings, *address)->data;
+  Mapping* m = ranges_at(&mappings, *address)->data;
   m->by = BY_POOL;
   m->owner = pool;
   m->requested = size;
   return CUDA_SUCCESS;
 }
 
-static CUresult malloc_async(void **address, size_t size, CUmemoryPool pool) {
+static CUresult malloc_async(void** address, size_t size, CUmemoryPool pool) {
   *address = NULL;
   if (!size) return CUDA_SUCCESS;
   pthread_mutex_lock(&memory_lock);
-  CUresult error = pool_allocate(pool, size, (uint64_t *)address);
+  CUresult error = pool_allocate(pool, size, (uint64_t*)address);
   pthread_mutex_unlock(&memory_lock);
   return error;
 }
 
 static CUresult free_async(uint64_t address) {
   pthread_mutex_lock(&memory_lock);
-  Range *r = ranges_at(&mappings, address);
-  Mapping *m = r ? r->data : NULL;
+  Range* r = ranges_at(&mappings, address);
+  Mapping* m = r ? r->data : NULL;
   if (!m || r->start != address || m->by != BY_POOL) {
     pthread_mutex_unlock(&memory_lock);
     return memory_free(address);
   }
-  struct CUmemPoolHandle_st *pool = m->owner;
+  struct CUmemPoolHandle_st* pool = m->owner;
   uint64_t size = r->size;
   ranges_remove(&mappings, address);
   address_give(address, round_up(size, 2ull << 20));
@@ -918,33 +928,33 @@ static CUresult free_async(uint64_t address) {
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaMallocAsync(void **address, size_t size, cudaStream_t s) {
+EXPORT cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t s) {
   (void)s;
   RT_ENTER(size);
   RT(malloc_async(address, size, pool_of(current_ordinal())));
 }
 
-EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) {
+EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
   (void)stream;
   RT_ENTER(0);
   RT(free_async((uint64_t)address));
 }
 
-EXPORT cudaError_t cudaMallocFromPoolAsync(void **address, size_t size,
+EXPORT cudaError_t cudaMallocFromPoolAsync(void** address, size_t size,
                                            cudaMemPool_t pool, cudaStream_t s) {
   (void)s;
   RT_ENTER(size);
   RT(malloc_async(address, size, pool));
 }
 
-EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int ordinal) {
+EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int ordinal) {
   RT_ENTER(0);
   if (ordinal < 0 || ordinal >= visible_devices()) RT(cudaErrorInvalidDevice);
   *pool = pool_of(ordinal);
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int ordinal) {
+EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int ordinal) {
   return cudaDeviceGetDefaultMemPool(pool, ordinal);
 }
 
@@ -958,11 +968,11 @@ EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep) {
 
 EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool,
                                            enum cudaMemPoolAttr attribute,
-                                           void *value) {
+                                           void* value) {
   RT_ENTER(0);
   switch ((int)attribute) {
     case cudaMemPoolAttrReleaseThreshold:
-      pool->threshold = *(uint64_t *)value;
+      pool->threshold = *(uint64_t*)value;
       break;
     case cudaMemPoolAttrReservedMemHigh:
       pool->reserved_high = pool_reserved(pool);
@@ -977,32 +987,32 @@ EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool,
 
 EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool,
                                            enum cudaMemPoolAttr attribute,
-                                           void *value) {
+                                           void* value) {
   RT_ENTER(0);
   switch ((int)attribute) {
     case cudaMemPoolAttrReleaseThreshold:
-      *(uint64_t *)value = pool->threshold;
+      *(uint64_t*)value = pool->threshold;
       break;
     case cudaMemPoolAttrReservedMemCurrent:
-      *(uint64_t *)value = pool_reserved(pool);
+      *(uint64_t*)value = pool_reserved(pool);
       break;
     case cudaMemPoolAttrReservedMemHigh:
-      *(uint64_t *)value = pool->reserved_high;
+      *(uint64_t*)value = pool->reserved_high;
       break;
     case cudaMemPoolAttrUsedMemCurrent:
-      *(uint64_t *)value = pool->used;
+      *(uint64_t*)value = pool->used;
       break;
     case cudaMemPoolAttrUsedMemHigh:
-      *(uint64_t *)value = pool->used_high;
+      *(uint64_t*)value = pool->used_high;
       break;
     default:
-      *(int *)value = 1;
+      *(int*)value = 1;
   }
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool,
-                                        const struct cudaMemAccessDesc *access,
+                                        const struct cudaMemAccessDesc* access,
                                         size_t n) {
   (void)pool;
   (void)access;
@@ -1014,16 +1024,16 @@ EXPORT cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool,
 // ---- graph memory nodes are absent, so graphs hold none
 
 EXPORT cudaError_t cudaDeviceGetGraphMemAttribute(
-    int device, enum cudaGraphMemAttributeType attribute, void *value) {
+    int device, enum cudaGraphMemAttributeType attribute, void* value) {
   (void)device;
   (void)attribute;
   RT_ENTER(0);
-  *(uint64_t *)value = 0;
+  *(uint64_t*)value = 0;
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaDeviceSetGraphMemAttribute(
-    int device, enum cudaGraphMemAttributeType attribute, void *value) {
+    int device, enum cudaGraphMemAttributeType attribute, void* value) {
   (void)device;
   (void)attribute;
   (void)value;

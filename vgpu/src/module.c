@@ -12,56 +12,56 @@ typedef struct CUmod_st {
 } Module;
 
 typedef struct CUfunc_st {
-  Module *module;
+  Module* module;
   char name[];
 } Kernel;
 
 // ---- kernels compiled into the program, known by the address of a host function
 
 static struct {
-  const void *function;
-  const char *name;
-} *registered;
+  const void* function;
+  const char* name;
+}* registered;
 static size_t registered_count, registered_room;
 static bool registered_sorted;
 static pthread_mutex_t registered_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int compare(const void *a, const void *b) {
-  uintptr_t x = *(const uintptr_t *)a, y = *(const uintptr_t *)b;
+static int compare(const void* a, const void* b) {
+  uintptr_t x = *(const uintptr_t*)a, y = *(const uintptr_t*)b;
   return x < y ? -1 : x > y;
 }
 
-static const char *registered_name(const void *function) {
+static const char* registered_name(const void* function) {
   pthread_mutex_lock(&registered_lock);
   if (!registered_sorted)
     qsort(registered, registered_count, sizeof *registered, compare);
   registered_sorted = true;
-  const void *key = function;
-  const char **found = (const char **)bsearch(&key, registered, registered_count,
-                                              sizeof *registered, compare);
-  const char *name = found ? found[1] : NULL;
+  const void* key = function;
+  const char** found = (const char**)bsearch(&key, registered, registered_count,
+                                             sizeof *registered, compare);
+  const char* name = found ? found[1] : NULL;
   pthread_mutex_unlock(&registered_lock);
   return name;
 }
 
-EXPORT void **__cudaRegisterFatBinary(void *image) {
+EXPORT void** __cudaRegisterFatBinary(void* image) {
   (void)image;
-  static void *handle;
+  static void* handle;
   return &handle;
 }
 
-EXPORT void __cudaRegisterFatBinaryEnd(void **handle) { (void)handle; }
-EXPORT void __cudaUnregisterFatBinary(void **handle) { (void)handle; }
+EXPORT void __cudaRegisterFatBinaryEnd(void** handle) { (void)handle; }
+EXPORT void __cudaUnregisterFatBinary(void** handle) { (void)handle; }
 
-EXPORT char __cudaInitModule(void **handle) {
+EXPORT char __cudaInitModule(void** handle) {
   (void)handle;
   return 0;
 }
 
-EXPORT void __cudaRegisterFunction(void **handle, const char *function,
-                                   char *device_function, const char *name,
-                                   int thread_limit, void *tid, void *bid,
-                                   void *block, void *grid, int *warp) {
+EXPORT void __cudaRegisterFunction(void** handle, const char* function,
+                                   char* device_function, const char* name,
+                                   int thread_limit, void* tid, void* bid, void* block,
+                                   void* grid, int* warp) {
   (void)handle, (void)device_function, (void)thread_limit, (void)tid, (void)bid;
   (void)block, (void)grid, (void)warp;
   pthread_mutex_lock(&registered_lock);
@@ -76,9 +76,9 @@ EXPORT void __cudaRegisterFunction(void **handle, const char *function,
   pthread_mutex_unlock(&registered_lock);
 }
 
-EXPORT void __cudaRegisterVar(void **handle, char *variable, char *device_variable,
-                              const char *name, int external, size_t size,
-                              int constant, int global) {
+EXPORT void __cudaRegisterVar(void** handle, char* variable, char* device_variable,
+                              const char* name, int external, size_t size, int constant,
+                              int global) {
   (void)handle, (void)variable, (void)device_variable, (void)name, (void)external;
   (void)size, (void)constant, (void)global;
 }
@@ -86,11 +86,11 @@ EXPORT void __cudaRegisterVar(void **handle, char *variable, char *device_variab
 static __thread struct {
   dim3 grid, block;
   size_t shared_bytes;
-  void *stream;
+  void* stream;
 } launch;
 
-EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block,
-                                            size_t shared_bytes, void *stream) {
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
+                                            void* stream) {
   launch.grid = grid;
   launch.block = block;
   launch.shared_bytes = shared_bytes;
@@ -98,50 +98,49 @@ EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block,
   return 0;
 }
 
-EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block,
-                                              size_t *shared_bytes, void *stream) {
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block,
+                                              size_t* shared_bytes, void* stream) {
   *grid = launch.grid;
   *block = launch.block;
   *shared_bytes = launch.shared_bytes;
-  *(void **)stream = launch.stream;
+  *(void**)stream = launch.stream;
   return cudaSuccess;
 }
 
-EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = (cudaKernel_t)function;
   return cudaSuccess;
 }
 
 // ---- launches
 
-const char *kernel_name(const void *kernel) {
-  return object_is(kernel, KERNEL) ? ((const Kernel *)kernel)->name
+const char* kernel_name(const void* kernel) {
+  return object_is(kernel, KERNEL) ? ((const Kernel*)kernel)->name
                                    : registered_name(kernel);
 }
 
-static CUresult run_hook(const Hook *hook, void **arguments, void *stream) {
+static CUresult run_hook(const Hook* hook, void** arguments, void* stream) {
   uint64_t n = hook->bytes / hook->value_bytes;
-  if (hook->count_argument >= 0)
-    n *= *(const uint32_t *)arguments[hook->count_argument];
+  if (hook->count_argument >= 0) n *= *(const uint32_t*)arguments[hook->count_argument];
   return stream_run(stream, &(Operation){.kind = NODE_FILL,
-                                         .to = *(uint64_t *)arguments[hook->argument],
+                                         .to = *(uint64_t*)arguments[hook->argument],
                                          .size = n,
                                          .value = hook->value,
                                          .value_bytes = hook->value_bytes});
 }
 
-CUresult kernel_launch(const void *kernel, void **arguments, void *stream) {
+CUresult kernel_launch(const void* kernel, void** arguments, void* stream) {
   CUresult error = stream_run(stream, &(Operation){.kind = NODE_KERNEL});
   if (!config.hooks || !arguments) return error;
-  const char *name = kernel_name(kernel);
+  const char* name = kernel_name(kernel);
   for (int i = 0; name && i < config.hooks && !error; i++)
     if (!fnmatch(config.hook[i].kernel, name, 0))
       error = run_hook(&config.hook[i], arguments, stream);
   return error;
 }
 
-EXPORT cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block,
-                                    void **arguments, size_t shared_bytes,
+EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block,
+                                    void** arguments, size_t shared_bytes,
                                     cudaStream_t stream) {
   (void)grid, (void)block, (void)shared_bytes;
   RT_ENTER(0);
@@ -149,46 +148,45 @@ EXPORT cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block,
 }
 
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block,
-                                      void **arguments, size_t shared_bytes,
+                                      void** arguments, size_t shared_bytes,
                                       cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
 }
 
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid,
-                                               dim3 block, void **arguments,
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid,
+                                               dim3 block, void** arguments,
                                                size_t shared_bytes,
                                                cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
 }
 
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *how,
-                                       const void *kernel, void **arguments) {
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how,
+                                       const void* kernel, void** arguments) {
   RT_ENTER(0);
   RT(kernel_launch(kernel, arguments, how->stream));
 }
 
-EXPORT CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy,
-                               unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                               unsigned shared_bytes, CUstream stream,
-                               void **arguments, void **extra) {
+EXPORT CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz,
+                               unsigned bx, unsigned by, unsigned bz,
+                               unsigned shared_bytes, CUstream stream, void** arguments,
+                               void** extra) {
   (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes;
   (void)extra;
   DRV_ENTER(0);
   return kernel_launch(kernel, arguments, stream);
 }
 
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *how, CUfunction kernel,
-                                 void **arguments, void **extra) {
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction kernel,
+                                 void** arguments, void** extra) {
   (void)extra;
   DRV_ENTER(0);
   return kernel_launch(kernel, arguments, how->hStream);
 }
 
-EXPORT CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx,
-                                          unsigned gy, unsigned gz, unsigned bx,
-                                          unsigned by, unsigned bz,
-                                          unsigned shared_bytes, CUstream stream,
-                                          void **arguments) {
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx, unsigned gy,
+                                          unsigned gz, unsigned bx, unsigned by,
+                                          unsigned bz, unsigned shared_bytes,
+                                          CUstream stream, void** arguments) {
   (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes;
   DRV_ENTER(0);
   return kernel_launch(kernel, arguments, stream);
@@ -196,18 +194,18 @@ EXPORT CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx,
 
 // ---- modules and libraries loaded at run time
 
-static CUresult module_load(void **handle) {
+static CUresult module_load(void** handle) {
   int device = current_device();
   int64_t bytes = (int64_t)config.device[device].module;
   if (!charge(device, bytes, "module")) return CUDA_ERROR_OUT_OF_MEMORY;
-  Module *module = object_new(MODULE, sizeof *module);
+  Module* module = object_new(MODULE, sizeof *module);
   *module = (Module){device, bytes};
   *handle = module;
   return CUDA_SUCCESS;
 }
 
-static CUresult module_unload(void *handle) {
-  Module *module = handle;
+static CUresult module_unload(void* handle) {
+  Module* module = handle;
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
   charge(module->device, -module->charged, "module");
   object_delete(module, MODULE);
@@ -215,38 +213,38 @@ static CUresult module_unload(void *handle) {
 }
 
 // Any name is found: what an image holds is not read.
-static CUresult module_kernel(void **kernel, void *module, const char *name) {
+static CUresult module_kernel(void** kernel, void* module, const char* name) {
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
-  Kernel *k = object_new(KERNEL, sizeof *k + strlen(name) + 1);
+  Kernel* k = object_new(KERNEL, sizeof *k + strlen(name) + 1);
   k->module = module;
   memcpy(k->name, name, strlen(name) + 1);
   *kernel = k;
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   DRV_ENTER(0);
-  return image ? module_load((void **)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
 }
 
-EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned n,
-                                   CUjit_option *options, void **values) {
+EXPORT CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned n,
+                                   CUjit_option* options, void** values) {
   (void)n, (void)options, (void)values;
   DRV_ENTER(0);
-  return image ? module_load((void **)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
 }
 
-EXPORT CUresult cuModuleLoadFatBinary(CUmodule *module, const void *image) {
+EXPORT CUresult cuModuleLoadFatBinary(CUmodule* module, const void* image) {
   DRV_ENTER(0);
-  return image ? module_load((void **)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
 }
 
-EXPORT CUresult cuModuleLoad(CUmodule *module, const char *path) {
+EXPORT CUresult cuModuleLoad(CUmodule* module, const char* path) {
   DRV_ENTER(0);
-  FILE *file = path ? fopen(path, "rb") : NULL;
+  FILE* file = path ? fopen(path, "rb") : NULL;
   if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
   fclose(file);
-  return module_load((void **)module);
+  return module_load((void**)module);
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module) {
@@ -254,19 +252,18 @@ EXPORT CUresult cuModuleUnload(CUmodule module) {
   return module_unload(module);
 }
 
-EXPORT CUresult cuModuleGetFunction(CUfunction *kernel, CUmodule module,
-                                    const char *name) {
+EXPORT CUresult cuModuleGetFunction(CUfunction* kernel, CUmodule module,
+                                    const char* name) {
   DRV_ENTER(0);
-  return module_kernel((void **)kernel, module, name);
+  return module_kernel((void**)kernel, module, name);
 }
 
-EXPORT CUresult cuLibraryLoadData(CUlibrary *library, const void *image,
-                                  CUjit_option *jit, void **jit_values,
-                                  unsigned jit_n, CUlibraryOption *options,
-                                  void **values, unsigned n) {
+EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* image,
+                                  CUjit_option* jit, void** jit_values, unsigned jit_n,
+                                  CUlibraryOption* options, void** values, unsigned n) {
   (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
   DRV_ENTER(0);
-  return image ? module_load((void **)library) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)library) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library) {
@@ -274,49 +271,48 @@ EXPORT CUresult cuLibraryUnload(CUlibrary library) {
   return module_unload(library);
 }
 
-EXPORT CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library,
-                                   const char *name) {
+EXPORT CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library,
+                                   const char* name) {
   DRV_ENTER(0);
-  return module_kernel((void **)kernel, library, name);
+  return module_kernel((void**)kernel, library, name);
 }
 
-EXPORT CUresult cuKernelGetFunction(CUfunction *function, CUkernel kernel) {
+EXPORT CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
   DRV_ENTER(0);
   *function = (CUfunction)kernel;
   return object_is(kernel, KERNEL) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-EXPORT CUresult cuLibraryGetModule(CUmodule *module, CUlibrary library) {
+EXPORT CUresult cuLibraryGetModule(CUmodule* module, CUlibrary library) {
   DRV_ENTER(0);
   *module = (CUmodule)library;
   return object_is(library, MODULE) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-EXPORT CUresult cuFuncGetName(const char **name, CUfunction kernel) {
+EXPORT CUresult cuFuncGetName(const char** name, CUfunction kernel) {
   DRV_ENTER(0);
   *name = kernel_name(kernel);
   return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-EXPORT CUresult cuKernelGetName(const char **name, CUkernel kernel) {
+EXPORT CUresult cuKernelGetName(const char** name, CUkernel kernel) {
   return cuFuncGetName(name, (CUfunction)kernel);
 }
 
-EXPORT CUresult cuFuncGetModule(CUmodule *module, CUfunction kernel) {
+EXPORT CUresult cuFuncGetModule(CUmodule* module, CUfunction kernel) {
   DRV_ENTER(0);
   if (!object_is(kernel, KERNEL)) return CUDA_ERROR_INVALID_HANDLE;
   *module = kernel->module;
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *image,
-                                       enum cudaJitOption *jit, void **jit_values,
-                                       unsigned jit_n,
-                                       enum cudaLibraryOption *options,
-                                       void **values, unsigned n) {
+EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image,
+                                       enum cudaJitOption* jit, void** jit_values,
+                                       unsigned jit_n, enum cudaLibraryOption* options,
+                                       void** values, unsigned n) {
   (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
   RT_ENTER(0);
-  RT(image ? module_load((void **)library) : CUDA_ERROR_INVALID_VALUE);
+  RT(image ? module_load((void**)library) : CUDA_ERROR_INVALID_VALUE);
 }
 
 EXPORT cudaError_t cudaLibraryUnload(cudaLibrary_t library) {
@@ -324,16 +320,16 @@ EXPORT cudaError_t cudaLibraryUnload(cudaLibrary_t library) {
   RT(module_unload(library));
 }
 
-EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library,
-                                        const char *name) {
+EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t library,
+                                        const char* name) {
   RT_ENTER(0);
-  RT(module_kernel((void **)kernel, library, name));
+  RT(module_kernel((void**)kernel, library, name));
 }
 
 // ---- what a kernel looks like: plausible, since no image is read
 
 static int function_attribute(CUfunction_attribute attribute) {
-  const DeviceConfig *d = &config.device[current_device()];
+  const DeviceConfig* d = &config.device[current_device()];
   switch ((int)attribute) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return 1024;
@@ -349,7 +345,7 @@ static int function_attribute(CUfunction_attribute attribute) {
   }
 }
 
-EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute,
+EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute,
                                    CUfunction kernel) {
   (void)kernel;
   DRV_ENTER(0);
@@ -357,14 +353,14 @@ EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute,
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuKernelGetAttribute(int *value, CUfunction_attribute attribute,
+EXPORT CUresult cuKernelGetAttribute(int* value, CUfunction_attribute attribute,
                                      CUkernel kernel, CUdevice device) {
   (void)device;
   return cuFuncGetAttribute(value, attribute, (CUfunction)kernel);
 }
 
-EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a,
-                                         const void *function) {
+EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes* a,
+                                         const void* function) {
   (void)function;
   RT_ENTER(0);
   memset(a, 0, sizeof *a);
@@ -397,9 +393,8 @@ EXPORT CUresult cuFuncSetCacheConfig(CUfunction kernel, CUfunc_cache cache) {
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaFuncSetAttribute(const void *function,
-                                        enum cudaFuncAttribute attribute,
-                                        int value) {
+EXPORT cudaError_t cudaFuncSetAttribute(const void* function,
+                                        enum cudaFuncAttribute attribute, int value) {
   (void)function, (void)attribute, (void)value;
   RT_ENTER(0);
   return cudaSuccess;
@@ -415,16 +410,17 @@ EXPORT cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t kernel,
 
 static int resident_blocks(int block) {
   int threads, blocks;
-  cuDeviceGetAttribute(&threads,
-                       CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
+  cuDeviceGetAttribute(&threads, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
                        current_ordinal());
   cuDeviceGetAttribute(&blocks, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR,
                        current_ordinal());
   return MAX(1, MIN(blocks, threads / MAX(1, block)));
 }
 
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-    int *n, const void *function, int block, size_t shared_bytes) {
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n,
+                                                                 const void* function,
+                                                                 int block,
+                                                                 size_t shared_bytes) {
   (void)function, (void)shared_bytes;
   RT_ENTER(0);
   *n = resident_blocks(block);
@@ -432,13 +428,13 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
 }
 
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    int *n, const void *function, int block, size_t shared_bytes, unsigned flags) {
+    int* n, const void* function, int block, size_t shared_bytes, unsigned flags) {
   (void)flags;
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, function, block,
                                                        shared_bytes);
 }
 
-EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction kernel,
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, CUfunction kernel,
                                                             int block,
                                                             size_t shared_bytes) {
   (void)kernel, (void)shared_bytes;
@@ -447,8 +443,8 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction k
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction kernel,
-                                             const CUlaunchConfig *how) {
+EXPORT CUresult cuOccupancyMaxActiveClusters(int* n, CUfunction kernel,
+                                             const CUlaunchConfig* how) {
   (void)kernel, (void)how;
   DRV_ENTER(0);
   *n = config.device[current_device()].sm_count / 2;
@@ -457,9 +453,9 @@ EXPORT CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction kernel,
 
 // A descriptor in host memory that only a kernel would read.
 EXPORT CUresult cuTensorMapEncodeTiled(
-    CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
-    const cuuint64_t *dimensions, const cuuint64_t *strides, const cuuint32_t *box,
-    const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+    const cuuint64_t* dimensions, const cuuint64_t* strides, const cuuint32_t* box,
+    const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
     CUtensorMapFloatOOBfill fill) {
   (void)type, (void)rank, (void)address, (void)dimensions, (void)strides, (void)box;

@@ -11,14 +11,14 @@ static uint32_t random_weight(void) {
   return x;
 }
 
-static void update(Range *r) {
+static void update(Range* r) {
   r->largest = r->size;
   if (r->left) r->largest = MAX(r->largest, r->left->largest);
   if (r->right) r->largest = MAX(r->largest, r->right->largest);
 }
 
 // Splits into starts below `at` and the rest.
-static void split(Range *r, uint64_t at, Range **below, Range **rest) {
+static void split(Range* r, uint64_t at, Range** below, Range** rest) {
   if (!r) {
     *below = *rest = NULL;
   } else if (r->start < at) {
@@ -32,7 +32,7 @@ static void split(Range *r, uint64_t at, Range **below, Range **rest) {
   }
 }
 
-static Range *join(Range *low, Range *high) {
+static Range* join(Range* low, Range* high) {
   if (!low) return high;
   if (!high) return low;
   if (low->weight > high->weight) {
@@ -45,11 +45,10 @@ static Range *join(Range *low, Range *high) {
   return high;
 }
 
-void ranges_add(Ranges *ranges, uint64_t start, uint64_t size, void *data) {
-  Range *r = malloc(sizeof *r);
+void ranges_add(Ranges* ranges, uint64_t start, uint64_t size, void* data) {
+  Range* r = malloc(sizeof *r);
   if (!r) abort();
-  *r = (Range){.start = start, .size = size, .data = data,
-               .weight = random_weight()};
+  *r = (Range){.start = start, .size = size, .data = data, .weight = random_weight()};
   update(r);
   Range *below, *rest;
   split(ranges->root, start, &below, &rest);
@@ -57,21 +56,21 @@ void ranges_add(Ranges *ranges, uint64_t start, uint64_t size, void *data) {
   ranges->count++;
 }
 
-void *ranges_remove(Ranges *ranges, uint64_t start) {
+void* ranges_remove(Ranges* ranges, uint64_t start) {
   Range *below, *here, *rest;
   split(ranges->root, start, &below, &rest);
   split(rest, start + 1, &here, &rest);
   ranges->root = join(below, rest);
   if (!here) return NULL;
-  void *data = here->data;
+  void* data = here->data;
   free(here);
   ranges->count--;
   return data;
 }
 
-Range *ranges_below(const Ranges *ranges, uint64_t address) {
-  Range *best = NULL;
-  for (Range *r = ranges->root; r;) {
+Range* ranges_below(const Ranges* ranges, uint64_t address) {
+  Range* best = NULL;
+  for (Range* r = ranges->root; r;) {
     if (r->start <= address) {
       best = r;
       r = r->right;
@@ -82,9 +81,9 @@ Range *ranges_below(const Ranges *ranges, uint64_t address) {
   return best;
 }
 
-Range *ranges_above(const Ranges *ranges, uint64_t address) {
-  Range *best = NULL;
-  for (Range *r = ranges->root; r;) {
+Range* ranges_above(const Ranges* ranges, uint64_t address) {
+  Range* best = NULL;
+  for (Range* r = ranges->root; r;) {
     if (r->start > address) {
       best = r;
       r = r->left;
@@ -95,18 +94,18 @@ Range *ranges_above(const Ranges *ranges, uint64_t address) {
   return best;
 }
 
-Range *ranges_at(const Ranges *ranges, uint64_t address) {
-  Range *r = ranges_below(ranges, address);
+Range* ranges_at(const Ranges* ranges, uint64_t address) {
+  Range* r = ranges_below(ranges, address);
   return r && address - r->start < r->size ? r : NULL;
 }
 
-bool ranges_overlap(const Ranges *ranges, uint64_t start, uint64_t size) {
-  Range *r = ranges_below(ranges, start + size - 1);
+bool ranges_overlap(const Ranges* ranges, uint64_t start, uint64_t size) {
+  Range* r = ranges_below(ranges, start + size - 1);
   return r && r->start + r->size > start;
 }
 
-uint64_t heap_take(Ranges *heap, uint64_t size) {
-  Range *r = heap->root;
+uint64_t heap_take(Ranges* heap, uint64_t size) {
+  Range* r = heap->root;
   if (!r || r->largest < size) return UINT64_MAX;
   for (;;) {
     if (r->left && r->left->largest >= size) {
@@ -123,7 +122,7 @@ uint64_t heap_take(Ranges *heap, uint64_t size) {
   return start;
 }
 
-uint64_t heap_take_aligned(Ranges *heap, uint64_t size, uint64_t alignment) {
+uint64_t heap_take_aligned(Ranges* heap, uint64_t size, uint64_t alignment) {
   uint64_t start = heap_take(heap, size + alignment);
   if (start == UINT64_MAX) return start;
   uint64_t aligned = (start + alignment - 1) / alignment * alignment;
@@ -133,9 +132,9 @@ uint64_t heap_take_aligned(Ranges *heap, uint64_t size, uint64_t alignment) {
   return aligned;
 }
 
-void heap_give(Ranges *heap, uint64_t start, uint64_t size) {
-  Range *low = start ? ranges_below(heap, start - 1) : NULL;
-  Range *high = ranges_at(heap, start + size);
+void heap_give(Ranges* heap, uint64_t start, uint64_t size) {
+  Range* low = start ? ranges_below(heap, start - 1) : NULL;
+  Range* high = ranges_at(heap, start + size);
   if (high) {
     uint64_t more = high->size;
     ranges_remove(heap, start + size);

@@ -17,8 +17,8 @@
 #include "vgpu.h"
 
 Config config;
-Shared *shared;
-Process *self;
+Shared* shared;
+Process* self;
 
 static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
 static enum { UNTRIED, READY, FAILED } init_state;
@@ -27,7 +27,7 @@ static int state_file = -1;
 static char folder[512];
 static int visible[MAX_DEVICES], visible_count;
 
-void message(const char *format, ...) {
+void message(const char* format, ...) {
   char line[1024];
   int n = snprintf(line, sizeof line, "[vgpu] pid %d: ", getpid());
   va_list list;
@@ -39,7 +39,7 @@ void message(const char *format, ...) {
   if (write(2, line, n) < 0) return;
 }
 
-const char *run_folder(void) { return folder; }
+const char* run_folder(void) { return folder; }
 bool forked_after_init(void) {
   started = !forked;
   return forked;
@@ -50,37 +50,37 @@ int device_index(int ordinal) { return visible[ordinal]; }
 
 // ---- configuration
 
-static char *config_text;
+static char* config_text;
 
-static const char *setting(const char *key) {
+static const char* setting(const char* key) {
   size_t n = strlen(key);
-  for (char *line = config_text; line; line = strchr(line, '\n')) {
+  for (char* line = config_text; line; line = strchr(line, '\n')) {
     if (*line == '\n') line++;
     if (!strncmp(line, key, n) && line[n] == ' ') return line + n + 1;
   }
   return NULL;
 }
 
-static uint64_t number(const char *key) {
-  const char *text = setting(key);
+static uint64_t number(const char* key) {
+  const char* text = setting(key);
   return text ? strtoull(text, NULL, 0) : 0;
 }
 
-static void text(const char *key, char *to, size_t size) {
-  const char *from = setting(key);
+static void text(const char* key, char* to, size_t size) {
+  const char* from = setting(key);
   size_t n = from ? strcspn(from, "\n") : 0;
   n = MIN(n, size - 1);
   if (n) memcpy(to, from, n);
   to[n] = 0;
 }
 
-static char *device_key(int device, const char *key) {
+static char* device_key(int device, const char* key) {
   static char full[128];  // only under init_lock
   snprintf(full, sizeof full, "%d.%s", device, key);
   return full;
 }
 
-static void read_device(int i, DeviceConfig *d) {
+static void read_device(int i, DeviceConfig* d) {
 #define NUMBER(field) d->field = number(device_key(i, #field))
 #define TEXT(field) text(device_key(i, #field), d->field, sizeof d->field)
   NUMBER(memory);
@@ -120,7 +120,7 @@ static void read_device(int i, DeviceConfig *d) {
 static bool read_config(void) {
   char path[600];
   snprintf(path, sizeof path, "%s/config", folder);
-  FILE *file = fopen(path, "r");
+  FILE* file = fopen(path, "r");
   if (!file) {
     message("cannot read %s: %s", path, strerror(errno));
     return false;
@@ -141,14 +141,14 @@ static bool read_config(void) {
   for (int i = 0; i < 64; i++) {
     snprintf(key, sizeof key, "nvml_error.%d", i);
     text(key, line, sizeof line);
-    NvmlError *e = &config.nvml_error[i];
+    NvmlError* e = &config.nvml_error[i];
     if (sscanf(line, "%95s %d %d", e->call, &e->parent, &e->error) != 3) break;
     config.nvml_errors = i + 1;
   }
   for (int i = 0; i < MAX_HOOKS; i++) {
     snprintf(key, sizeof key, "hook.%d", i);
     text(key, line, sizeof line);
-    Hook *h = &config.hook[i];
+    Hook* h = &config.hook[i];
     if (sscanf(line, "%95s %d %lu %lu %d %d", h->kernel, &h->argument, &h->bytes,
                &h->value, &h->value_bytes, &h->count_argument) != 6)
       break;
@@ -181,19 +181,19 @@ static void read_rules(void) {
 
 // ---- CUDA_VISIBLE_DEVICES: indices or the start of a GPU's or MIG's UUID
 
-static int visible_match(const char *item, size_t n) {
-  char *end;
+static int visible_match(const char* item, size_t n) {
+  char* end;
   long index = strtol(item, &end, 10);
   if (n && end == item + n) return index < config.devices ? (int)index : -1;
   for (int i = 0; n > 4 && i < config.devices; i++) {
-    const DeviceConfig *d = &config.device[i];
+    const DeviceConfig* d = &config.device[i];
     if (!strncmp(d->uuid, item, n) || !strncmp(d->mig_uuid, item, n)) return i;
   }
   return -1;
 }
 
 static void read_visible(void) {
-  const char *list = getenv("CUDA_VISIBLE_DEVICES");
+  const char* list = getenv("CUDA_VISIBLE_DEVICES");
   visible_count = 0;
   if (!list) {
     for (int i = 0; i < config.devices; i++) visible[visible_count++] = i;
@@ -230,18 +230,20 @@ static void lock_shared(void) {
 void state_lock(void) { lock_shared(); }
 void state_unlock(void) { pthread_mutex_unlock(&shared->lock); }
 
-static struct flock slot_range(const Process *process, short type) {
-  return (struct flock){.l_type = type, .l_whence = SEEK_SET,
-                        .l_start = process - shared->process + 1, .l_len = 1};
+static struct flock slot_range(const Process* process, short type) {
+  return (struct flock){.l_type = type,
+                        .l_whence = SEEK_SET,
+                        .l_start = process - shared->process + 1,
+                        .l_len = 1};
 }
 
-static bool slot_is_dead(const Process *process) {
+static bool slot_is_dead(const Process* process) {
   if (!process->pid || process == self) return false;
   struct flock range = slot_range(process, F_WRLCK);
   return !fcntl(state_file, F_GETLK, &range) && range.l_type == F_UNLCK;
 }
 
-static void slot_close(Process *process) {
+static void slot_close(Process* process) {
   for (int d = 0; d < config.devices; d++) {
     if (!process->used[d]) continue;
     int64_t bytes = (int64_t)process->used[d];
@@ -282,8 +284,8 @@ static bool map_state(void) {
   struct stat st;
   if (!fstat(state_file, &st) && st.st_size == 0)
     made = !ftruncate(state_file, sizeof(Shared));
-  shared = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED,
-                state_file, 0);
+  shared =
+      mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, state_file, 0);
   if (shared == MAP_FAILED) {
     shared = NULL;
     message("cannot map %s: %s", path, strerror(errno));
@@ -310,7 +312,7 @@ static bool take_slot(void) {
   state_lock();
   reap();
   for (int i = 0; i < MAX_PROCESSES && !self; i++) {
-    Process *process = &shared->process[i];
+    Process* process = &shared->process[i];
     if (process->pid) continue;
     struct flock range = slot_range(process, F_WRLCK);
     if (fcntl(state_file, F_SETLK, &range)) continue;
@@ -329,7 +331,7 @@ static void finish(void) {
   if (!self || self->pid != getpid()) return;
   if (pthread_mutex_trylock(&init_lock)) return;
   state_lock();
-  Process *mine = self;
+  Process* mine = self;
   self = NULL;
   slot_close(mine);
   state_unlock();
@@ -370,7 +372,7 @@ bool state_init(void) {
   if (__atomic_load_n(&init_state, __ATOMIC_ACQUIRE) == READY) return true;
   pthread_mutex_lock(&init_lock);
   if (init_state == UNTRIED) {
-    const char *run = getenv("VGPU_RUN");
+    const char* run = getenv("VGPU_RUN");
     snprintf(folder, sizeof folder, "%s", run ? run : "");
     if (!run) message("no device: start the program with python -m vgpu");
     bool observer = getenv("VGPU_OBSERVER");
@@ -402,7 +404,7 @@ uint64_t device_free(int device) {
   return used > memory ? 0 : memory - used;
 }
 
-bool charge(int device, int64_t bytes, const char *cause) {
+bool charge(int device, int64_t bytes, const char* cause) {
   if (bytes == 0) return true;
   state_lock();
   if (bytes > 0) {

@@ -12,28 +12,28 @@ static uint64_t next_id = 1;
 
 // ---- objects a program holds by pointer
 
-void *object_new(Kind kind, size_t bytes) {
-  void *object = calloc(1, bytes);
+void* object_new(Kind kind, size_t bytes) {
+  void* object = calloc(1, bytes);
   if (!object) abort();
   pthread_mutex_lock(&objects_lock);
-  ranges_add(&objects, (uint64_t)object, 1, (void *)(uintptr_t)kind);
+  ranges_add(&objects, (uint64_t)object, 1, (void*)(uintptr_t)kind);
   pthread_mutex_unlock(&objects_lock);
   return object;
 }
 
-static bool is_locked(const void *object, Kind kind) {
-  Range *r = ranges_at(&objects, (uint64_t)object);
+static bool is_locked(const void* object, Kind kind) {
+  Range* r = ranges_at(&objects, (uint64_t)object);
   return r && (Kind)(uintptr_t)r->data == kind;
 }
 
-bool object_is(const void *object, Kind kind) {
+bool object_is(const void* object, Kind kind) {
   pthread_mutex_lock(&objects_lock);
   bool is = is_locked(object, kind);
   pthread_mutex_unlock(&objects_lock);
   return is;
 }
 
-bool object_delete(void *object, Kind kind) {
+bool object_delete(void* object, Kind kind) {
   pthread_mutex_lock(&objects_lock);
   bool is = is_locked(object, kind);
   if (is) ranges_remove(&objects, (uint64_t)object);
@@ -44,16 +44,14 @@ bool object_delete(void *object, Kind kind) {
 
 // ---- streams
 
-static bool is_default(const void *handle) { return (uintptr_t)handle <= 2; }
+static bool is_default(const void* handle) { return (uintptr_t)handle <= 2; }
 
-bool stream_is(void *handle) {
-  return is_default(handle) || object_is(handle, STREAM);
-}
+bool stream_is(void* handle) { return is_default(handle) || object_is(handle, STREAM); }
 
-Stream *stream_find(void *handle) { return is_default(handle) ? NULL : handle; }
+Stream* stream_find(void* handle) { return is_default(handle) ? NULL : handle; }
 
-static CUresult stream_create(CUstream *handle, unsigned flags, int priority) {
-  Stream *stream = object_new(STREAM, sizeof *stream);
+static CUresult stream_create(CUstream* handle, unsigned flags, int priority) {
+  Stream* stream = object_new(STREAM, sizeof *stream);
   stream->ordinal = current_ordinal();
   stream->flags = flags;
   stream->priority = MAX(-5, MIN(0, priority));
@@ -77,7 +75,7 @@ static CUresult stream_destroy(CUstream handle) {
 
 static CUresult wait_for_stream(CUstream handle) {
   if (!stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  Stream *stream = stream_find(handle);
+  Stream* stream = stream_find(handle);
   if (!stream || !stream->capture) return CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
   stream->capture->valid = false;
@@ -86,14 +84,13 @@ static CUresult wait_for_stream(CUstream handle) {
 }
 
 static CUresult stream_wait(CUstream handle, CUevent event) {
-  if (!stream_is(handle) || !object_is(event, EVENT))
-    return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream_is(handle) || !object_is(event, EVENT)) return CUDA_ERROR_INVALID_HANDLE;
   if (!event->capture) return CUDA_SUCCESS;
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
-  Capture *capture = captures();
+  Capture* capture = captures();
   while (capture && capture->id != event->capture) capture = capture->next;
-  Stream *stream = stream_find(handle);
+  Stream* stream = stream_find(handle);
   if (!capture) {
     error = CUDA_SUCCESS;  // that capture has ended: the event means nothing
   } else if (!stream) {
@@ -106,7 +103,7 @@ static CUresult stream_wait(CUstream handle, CUevent event) {
       stream->capture = capture;
       stream->steps = stream->joined = 0;
     }
-    Stream *from = event->stream;
+    Stream* from = event->stream;
     if (from != stream && is_locked(from, STREAM) && from->capture == capture)
       from->joined = MAX(from->joined, event->steps);
     stream->steps++;
@@ -116,15 +113,15 @@ static CUresult stream_wait(CUstream handle, CUevent event) {
   return error;
 }
 
-static CUresult add_callback(CUstream handle, void (*function)(void *), void *data) {
-  return stream_run(handle, &(Operation){.kind = NODE_HOST, .function = function,
-                                         .argument = data});
+static CUresult add_callback(CUstream handle, void (*function)(void*), void* data) {
+  return stream_run(
+      handle, &(Operation){.kind = NODE_HOST, .function = function, .argument = data});
 }
 
 // ---- events
 
-static CUresult event_create(CUevent *handle, unsigned flags) {
-  Event *event = object_new(EVENT, sizeof *event);
+static CUresult event_create(CUevent* handle, unsigned flags) {
+  Event* event = object_new(EVENT, sizeof *event);
   event->flags = flags;
   *handle = event;
   return CUDA_SUCCESS;
@@ -132,7 +129,7 @@ static CUresult event_create(CUevent *handle, unsigned flags) {
 
 static CUresult event_record(CUevent event, CUstream handle, unsigned flags) {
   if (!object_is(event, EVENT) || !stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  Stream *stream = stream_find(handle);
+  Stream* stream = stream_find(handle);
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
   if (stream && stream->capture) {
@@ -162,13 +159,13 @@ static CUresult event_query(CUevent event) {
   if (error) return error;
   bool captured = false;
   pthread_mutex_lock(&objects_lock);
-  for (Capture *c = captures(); c && event->capture; c = c->next)
+  for (Capture* c = captures(); c && event->capture; c = c->next)
     captured |= c->id == event->capture;
   pthread_mutex_unlock(&objects_lock);
   return captured ? CUDA_ERROR_CAPTURED_EVENT : CUDA_SUCCESS;
 }
 
-static CUresult event_elapsed(float *milliseconds, CUevent start, CUevent end) {
+static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
   if (!object_is(start, EVENT) || !object_is(end, EVENT) || !start->recorded ||
       !end->recorded || (start->flags | end->flags) & CU_EVENT_DISABLE_TIMING)
     return CUDA_ERROR_INVALID_HANDLE;
@@ -198,14 +195,13 @@ BOTH(cudaStreamDestroy, cuStreamDestroy, (cudaStream_t s), (CUstream s),
      stream_destroy(s))
 BOTH(cudaStreamSynchronize, cuStreamSynchronize, (cudaStream_t s), (CUstream s),
      wait_for_stream(s))
-BOTH(cudaStreamQuery, cuStreamQuery, (cudaStream_t s), (CUstream s),
-     wait_for_stream(s))
+BOTH(cudaStreamQuery, cuStreamQuery, (cudaStream_t s), (CUstream s), wait_for_stream(s))
 BOTH(cudaStreamWaitEvent, cuStreamWaitEvent,
      (cudaStream_t s, cudaEvent_t e, unsigned flags),
      (CUstream s, CUevent e, unsigned flags), ((void)flags, stream_wait(s, e)))
 BOTH(cudaLaunchHostFunc, cuLaunchHostFunc,
-     (cudaStream_t s, cudaHostFn_t function, void *data),
-     (CUstream s, CUhostFn function, void *data), add_callback(s, function, data))
+     (cudaStream_t s, cudaHostFn_t function, void* data),
+     (CUstream s, CUhostFn function, void* data), add_callback(s, function, data))
 BOTH(cudaEventCreateWithFlags, cuEventCreate, (cudaEvent_t * e, unsigned flags),
      (CUevent * e, unsigned flags), event_create(e, flags))
 BOTH(cudaEventDestroy, cuEventDestroy, (cudaEvent_t e), (CUevent e),
@@ -219,15 +215,15 @@ BOTH(cudaEventQuery, cuEventQuery, (cudaEvent_t e), (CUevent e), event_query(e))
 BOTH(cudaEventSynchronize, cuEventSynchronize, (cudaEvent_t e), (CUevent e),
      event_query(e))
 BOTH(cudaEventElapsedTime, cuEventElapsedTime,
-     (float *ms, cudaEvent_t a, cudaEvent_t b), (float *ms, CUevent a, CUevent b),
+     (float* ms, cudaEvent_t a, cudaEvent_t b), (float* ms, CUevent a, CUevent b),
      event_elapsed(ms, a, b))
 
-EXPORT cudaError_t cudaStreamCreate(cudaStream_t *s) {
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t* s) {
   RT_ENTER(0);
   RT(stream_create(s, 0, 0));
 }
 
-EXPORT cudaError_t cudaEventCreate(cudaEvent_t *e) {
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t* e) {
   RT_ENTER(0);
   RT(event_create(e, 0));
 }
@@ -235,68 +231,68 @@ EXPORT cudaError_t cudaEventCreate(cudaEvent_t *e) {
 typedef struct {
   cudaStreamCallback_t function;
   cudaStream_t stream;
-  void *data;
+  void* data;
 } Callback;
 
-static void callback_run(void *argument) {
-  Callback *callback = argument;
+static void callback_run(void* argument) {
+  Callback* callback = argument;
   callback->function(callback->stream, cudaSuccess, callback->data);
   free(callback);
 }
 
 EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream,
-                                         cudaStreamCallback_t function, void *data,
+                                         cudaStreamCallback_t function, void* data,
                                          unsigned flags) {
   (void)flags;
   RT_ENTER(0);
-  Stream *captured = stream_is(stream) ? stream_find(stream) : NULL;
+  Stream* captured = stream_is(stream) ? stream_find(stream) : NULL;
   if (captured && captured->capture) RT(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-  Callback *callback = malloc(sizeof *callback);
+  Callback* callback = malloc(sizeof *callback);
   if (!callback) abort();
   *callback = (Callback){function, stream, data};
   RT(add_callback(stream, callback_run, callback));
 }
 
-EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) {
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t s, int* priority) {
   RT_ENTER(0);
   if (!stream_is(s)) RT(CUDA_ERROR_INVALID_HANDLE);
   *priority = is_default(s) ? 0 : s->priority;
   return cudaSuccess;
 }
 
-EXPORT CUresult cuStreamGetPriority(CUstream s, int *priority) {
+EXPORT CUresult cuStreamGetPriority(CUstream s, int* priority) {
   return (CUresult)cudaStreamGetPriority(s, priority);
 }
 
-EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t s, unsigned *flags) {
+EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t s, unsigned* flags) {
   RT_ENTER(0);
   if (!stream_is(s)) RT(CUDA_ERROR_INVALID_HANDLE);
   *flags = is_default(s) ? 0 : s->flags;
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamGetDevice(cudaStream_t s, int *ordinal) {
+EXPORT cudaError_t cudaStreamGetDevice(cudaStream_t s, int* ordinal) {
   RT_ENTER(0);
   if (!stream_is(s)) RT(CUDA_ERROR_INVALID_HANDLE);
   *ordinal = is_default(s) ? current_ordinal() : s->ordinal;
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long *id) {
+EXPORT cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long* id) {
   RT_ENTER(0);
   if (!stream_is(s)) RT(CUDA_ERROR_INVALID_HANDLE);
   *id = is_default(s) ? 0 : s->id;
   return cudaSuccess;
 }
 
-EXPORT CUresult cuStreamGetCtx(CUstream s, CUcontext *context) {
+EXPORT CUresult cuStreamGetCtx(CUstream s, CUcontext* context) {
   DRV_ENTER(0);
   if (!stream_is(s)) return CUDA_ERROR_INVALID_HANDLE;
   return cuDevicePrimaryCtxRetain(context,
                                   is_default(s) ? current_ordinal() : s->ordinal);
 }
 
-void streams_each(void (*visit)(Stream *, void *), void *data) {
-  for (Range *r = ranges_above(&objects, 0); r; r = ranges_above(&objects, r->start))
-    if ((Kind)(uintptr_t)r->data == STREAM) visit((Stream *)r->start, data);
+void streams_each(void (*visit)(Stream*, void*), void* data) {
+  for (Range* r = ranges_above(&objects, 0); r; r = ranges_above(&objects, r->start))
+    if ((Kind)(uintptr_t)r->data == STREAM) visit((Stream*)r->start, data);
 }

@@ -8,7 +8,7 @@ typedef struct CUgraphNode_st {
 } Node;
 
 typedef struct CUgraph_st {
-  Node **node;
+  Node** node;
   size_t nodes, room;
 } Graph;
 
@@ -16,18 +16,18 @@ typedef struct Capture {
   uint64_t id;
   int mode;
   pthread_t thread;
-  struct CUstream_st *origin;
-  Graph *graph;
+  struct CUstream_st* origin;
+  Graph* graph;
   bool valid;
-  struct Capture *next;
+  struct Capture* next;
 } Capture;
 
 typedef struct CUstream_st {
   int ordinal, priority;
   unsigned flags;
   uint64_t id;
-  Capture *capture;
-  Node *last;       // captured last
+  Capture* capture;
+  Node* last;       // captured last
   uint64_t steps;   // captured so far
   uint64_t joined;  // of these, how many another captured stream waits for
 } Stream;
@@ -37,14 +37,14 @@ typedef struct CUevent_st {
   bool recorded;
   uint64_t nanoseconds;
   uint64_t capture;  // its id, 0: recorded outside a capture
-  Stream *stream;
+  Stream* stream;
   uint64_t steps;
 } Event;
 
 extern pthread_mutex_t objects_lock;
 
-Stream *stream_find(void *handle);  // NULL: the legacy or per-thread stream
-bool stream_is(void *handle);
-Capture *captures(void);
-CUresult capture_add(Stream *stream, const Operation *operation);
-void streams_each(void (*visit)(Stream *, void *), void *data);  // locked
+Stream* stream_find(void* handle);  // NULL: the legacy or per-thread stream
+bool stream_is(void* handle);
+Capture* captures(void);
+CUresult capture_add(Stream* stream, const Operation* operation);
+void streams_each(void (*visit)(Stream*, void*), void* data);  // locked

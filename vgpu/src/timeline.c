@@ -13,32 +13,32 @@
 
 static const double FLUSH_SECONDS = 0.1;
 
-static void append(const char *path, const char *text, size_t n) {
+static void append(const char* path, const char* text, size_t n) {
   int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (file < 0) return;
   if (write(file, text, n) < 0) message("cannot write %s", path);
   close(file);
 }
 
-static void peaks(int device, const Process *by) {
+static void peaks(int device, const Process* by) {
   uint64_t used = shared->device[device].used + shared->device[device].other;
   shared->device[device].peak = MAX(shared->device[device].peak, used);
   for (int i = 0; i < shared->phases; i++) {
-    Phase *phase = &shared->phase[i];
+    Phase* phase = &shared->phase[i];
     if (!phase->open) continue;
     phase->peak[device] = MAX(phase->peak[device], used);
     if (!by) continue;
-    uint64_t *mine = &((Process *)by)->phase_peak[i][device];
+    uint64_t* mine = &((Process*)by)->phase_peak[i][device];
     *mine = MAX(*mine, by->used[device]);
   }
   if (by) {
-    uint64_t *mine = &((Process *)by)->peak[device];
+    uint64_t* mine = &((Process*)by)->peak[device];
     *mine = MAX(*mine, by->used[device]);
   }
 }
 
 // A string as JSON wants it, cut to fit.
-static void quote(const char *from, char *to, size_t size) {
+static void quote(const char* from, char* to, size_t size) {
   size_t n = 0;
   for (; *from && n + 3 < size; from++) {
     if (*from == '"' || *from == '\\') to[n++] = '\\';
@@ -47,7 +47,7 @@ static void quote(const char *from, char *to, size_t size) {
   to[n] = 0;
 }
 
-void timeline_event(int device, int64_t bytes, const char *cause, Process *by) {
+void timeline_event(int device, int64_t bytes, const char* cause, Process* by) {
   peaks(device, by);
   if (!config.timeline[0]) return;
   struct timespec now;
@@ -76,7 +76,7 @@ void timeline_event(int device, int64_t bytes, const char *cause, Process *by) {
   timeline_flush(by);
 }
 
-void timeline_flush(Process *process) {
+void timeline_flush(Process* process) {
   if (process->timeline_bytes)
     append(config.timeline, process->timeline, process->timeline_bytes);
   process->timeline_bytes = 0;
@@ -89,9 +89,9 @@ typedef struct {
   size_t n;
 } Text;
 
-static void put(Text *text, const char *format, ...)
+static void put(Text* text, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
-static void put(Text *text, const char *format, ...) {
+static void put(Text* text, const char* format, ...) {
   va_list list;
   va_start(list, format);
   size_t room = sizeof text->text - text->n;
@@ -100,8 +100,8 @@ static void put(Text *text, const char *format, ...) {
   text->n += MIN((size_t)n, room - 1);
 }
 
-static void put_calls(Text *text, const Process *process, const char *between) {
-  const char *comma = "";
+static void put_calls(Text* text, const Process* process, const char* between) {
+  const char* comma = "";
   for (int i = 0; i < MIN(calls, MAX_CALLS); i++) {
     if (!process->calls[i] || call_class[i] == CALL_COMPUTES) continue;
     put(text, between, comma, call_name[i], process->calls[i]);
@@ -114,7 +114,7 @@ static void put_calls(Text *text, const Process *process, const char *between) {
   }
 }
 
-void report_write(Process *process) {
+void report_write(Process* process) {
   static Text text;  // under the state lock
   text.n = 0;
   put_calls(&text, process, "%s%s %u");
@@ -143,7 +143,7 @@ void report_write(Process *process) {
   put(&text, "}, \"not_implemented\": {");
   put_calls(&text, process, "%s\"%s\": %u");
   put(&text, "}, \"injected\": [");
-  const char *comma = "";
+  const char* comma = "";
   for (int i = 0; i < shared->rules; i++) {
     if (!process->fired[i]) continue;
     put(&text, "%s{\"call\": \"%s\", \"error\": %d, \"fired\": %u}", comma,

@@ -82,19 +82,19 @@ extern Config config;
 
 typedef struct {
   char call[NAME_BYTES];
-  int device;       // -1: any
-  uint64_t nth;     // 0: any
-  uint64_t over;    // only requests larger than this
-  uint64_t times;   // how often it may still fire
+  int device;      // -1: any
+  uint64_t nth;    // 0: any
+  uint64_t over;   // only requests larger than this
+  uint64_t times;  // how often it may still fire
   int error;
   uint64_t seen, fired;
 } Rule;
 
 typedef struct {
   int device;
-  int64_t bytes;             // positive: another process takes, negative: gives
-  uint64_t at_allocation;    // 0: not by count
-  char at_phase[NAME_BYTES]; // empty: not by phase
+  int64_t bytes;              // positive: another process takes, negative: gives
+  uint64_t at_allocation;     // 0: not by count
+  char at_phase[NAME_BYTES];  // empty: not by phase
   bool done;
 } Move;
 
@@ -134,61 +134,61 @@ typedef struct {
   Process process[MAX_PROCESSES];
 } Shared;
 
-extern Shared *shared;
-extern Process *self;
+extern Shared* shared;
+extern Process* self;
 
-bool state_init(void);            // false: no run folder, or no device in it
+bool state_init(void);  // false: no run folder, or no device in it
 void state_lock(void);
 void state_unlock(void);
-const char *run_folder(void);
+const char* run_folder(void);
 bool forked_after_init(void);
 bool process_ended(void);
 int visible_devices(void);
-int device_index(int ordinal);    // the configured device behind an ordinal
+int device_index(int ordinal);  // the configured device behind an ordinal
 
 // Takes bytes of a device's memory, or gives them back (negative).
 // False, and nothing is taken, when they do not fit.
-bool charge(int device, int64_t bytes, const char *cause);
+bool charge(int device, int64_t bytes, const char* cause);
 uint64_t device_used(int device);  // every process and the others
 uint64_t device_free(int device);
 
 // ---- timeline.c
 
-void timeline_event(int device, int64_t bytes, const char *cause, Process *by);
-void timeline_flush(Process *process);
-void report_write(Process *process);
+void timeline_event(int device, int64_t bytes, const char* cause, Process* by);
+void timeline_flush(Process* process);
+void report_write(Process* process);
 
 // ---- control.c
 
-int injected(const char *call, int device, uint64_t size);
+int injected(const char* call, int device, uint64_t size);
 void moves_at_allocation(int device);
 
 // ---- ranges.c: address ranges in a balanced tree, every operation O(log n)
 
 typedef struct Range {
   uint64_t start, size;
-  void *data;
+  void* data;
   uint64_t largest;  // size of the largest range below this node
   uint32_t weight;
   struct Range *left, *right;
 } Range;
 
 typedef struct {
-  Range *root;
+  Range* root;
   uint64_t count;
 } Ranges;
 
-void ranges_add(Ranges *ranges, uint64_t start, uint64_t size, void *data);
-void *ranges_remove(Ranges *ranges, uint64_t start);
-Range *ranges_at(const Ranges *ranges, uint64_t address);  // containing it
-Range *ranges_below(const Ranges *ranges, uint64_t address);  // start <= it
-Range *ranges_above(const Ranges *ranges, uint64_t address);  // start > it
-bool ranges_overlap(const Ranges *ranges, uint64_t start, uint64_t size);
+void ranges_add(Ranges* ranges, uint64_t start, uint64_t size, void* data);
+void* ranges_remove(Ranges* ranges, uint64_t start);
+Range* ranges_at(const Ranges* ranges, uint64_t address);     // containing it
+Range* ranges_below(const Ranges* ranges, uint64_t address);  // start <= it
+Range* ranges_above(const Ranges* ranges, uint64_t address);  // start > it
+bool ranges_overlap(const Ranges* ranges, uint64_t start, uint64_t size);
 
 // A heap is a set of free ranges; taking is first fit, giving back merges.
-uint64_t heap_take(Ranges *heap, uint64_t size);  // UINT64_MAX: none fits
-uint64_t heap_take_aligned(Ranges *heap, uint64_t size, uint64_t alignment);
-void heap_give(Ranges *heap, uint64_t start, uint64_t size);
+uint64_t heap_take(Ranges* heap, uint64_t size);  // UINT64_MAX: none fits
+uint64_t heap_take_aligned(Ranges* heap, uint64_t size, uint64_t alignment);
+void heap_give(Ranges* heap, uint64_t start, uint64_t size);
 
 // ---- memory.c
 
@@ -198,32 +198,32 @@ typedef struct {
   int references;
   uint64_t handle;  // of cuMemCreate
   int held;         // times the program holds the handle
-  bool written;  // false: every byte is zero
-  const char *cause;
+  bool written;     // false: every byte is zero
+  const char* cause;
   CUmemAllocationProp properties;
 } Physical;
 
 typedef struct {
-  Physical *physical;
+  Physical* physical;
   uint64_t offset;  // in the physical memory
   bool readable, writable;
   enum { BY_MALLOC, BY_POOL, BY_MAP } by;
   uint64_t requested;
-  void *owner;  // the pool
+  void* owner;  // the pool
 } Mapping;
 
 extern pthread_mutex_t memory_lock;
-extern Ranges mappings;   // device addresses that are backed
-extern Ranges reserved;   // device addresses handed out
+extern Ranges mappings;  // device addresses that are backed
+extern Ranges reserved;  // device addresses handed out
 
 bool memory_init(void);
 bool is_device_address(uint64_t address);
 uint64_t address_take(uint64_t size, uint64_t alignment);  // 0: none
 void address_give(uint64_t start, uint64_t size);
-Physical *physical_take(int device, uint64_t size, const char *cause);
-void physical_give(Physical *physical);  // one reference less
-CUresult memory_allocate(int device, uint64_t size, const char *cause,
-                         uint64_t *address);
+Physical* physical_take(int device, uint64_t size, const char* cause);
+void physical_give(Physical* physical);  // one reference less
+CUresult memory_allocate(int device, uint64_t size, const char* cause,
+                         uint64_t* address);
 CUresult memory_free(uint64_t address);
 CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size);
 CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n);
@@ -237,9 +237,9 @@ typedef struct CUctx_st {
 
 extern int sticky;  // the error that has ended this process's CUDA, or 0
 
-cudaError_t rt_enter(const char *call, uint64_t size, bool needs_context);
+cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context);
 cudaError_t rt_leave(cudaError_t error);
-CUresult drv_enter(const char *call, uint64_t size, bool needs_context);
+CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
 int current_ordinal(void);
 int current_device(void);  // configured index
 CUresult context_make(int ordinal);
@@ -250,10 +250,10 @@ void sticky_error(int error);
     cudaError_t entered = rt_enter(__func__, size, true); \
     if (entered) return entered;                          \
   } while (0)
-#define DRV_ENTER(size)                                \
-  do {                                                 \
+#define DRV_ENTER(size)                                 \
+  do {                                                  \
     CUresult entered = drv_enter(__func__, size, true); \
-    if (entered) return entered;                       \
+    if (entered) return entered;                        \
   } while (0)
 #define RT(error) return rt_leave((cudaError_t)(error))
 
@@ -261,9 +261,9 @@ void sticky_error(int error);
 
 typedef enum { STREAM = 1, EVENT, GRAPH, NODE, EXEC, MODULE, KERNEL, OTHER } Kind;
 
-void *object_new(Kind kind, size_t bytes);
-bool object_is(const void *object, Kind kind);
-bool object_delete(void *object, Kind kind);  // false: no such object
+void* object_new(Kind kind, size_t bytes);
+bool object_is(const void* object, Kind kind);
+bool object_delete(void* object, Kind kind);  // false: no such object
 
 typedef enum {
   NODE_KERNEL,
@@ -278,28 +278,28 @@ typedef struct {
   NodeKind kind;
   uint64_t to, from, size, value;
   int value_bytes;
-  void (*function)(void *);
-  void *argument;
+  void (*function)(void*);
+  void* argument;
 } Operation;
 
 // Runs the operation now, or adds it to the graph the stream is capturing.
-CUresult stream_run(void *stream, const Operation *operation);
+CUresult stream_run(void* stream, const Operation* operation);
 // Error 900 and an ended capture, when a call that waits or allocates is made
 // where CUDA forbids it.
 CUresult unsafe_call(void);
-CUresult operation_do(const Operation *operation);
+CUresult operation_do(const Operation* operation);
 
 // ---- module.c
 
-const char *kernel_name(const void *kernel);
-CUresult kernel_launch(const void *kernel, void **arguments, void *stream);
+const char* kernel_name(const void* kernel);
+CUresult kernel_launch(const void* kernel, void** arguments, void* stream);
 
 // ---- calls.c: stand-ins nobody wrote, and finding calls by name
 
 typedef enum { CALL_ERROR, CALL_IGNORED, CALL_COMPUTES } CallClass;
 
-int call_stub(int index, void *first_argument);
-void *entry_point(const char *name, int version);
-CUresult not_implemented(const char *name);  // counts it; NOT_SUPPORTED
-void *cublas_stream(const void *handle);
-void message(const char *format, ...) __attribute__((format(printf, 1, 2)));
+int call_stub(int index, void* first_argument);
+void* entry_point(const char* name, int version);
+CUresult not_implemented(const char* name);  // counts it; NOT_SUPPORTED
+void* cublas_stream(const void* handle);
+void message(const char* format, ...) __attribute__((format(printf, 1, 2)));

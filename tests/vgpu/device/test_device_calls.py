@@ -92,9 +92,7 @@ def test_virtual_memory_refuses_what_the_driver_refuses() -> None:
     from ctypes_cuda import Location, Properties
 
     properties = Properties(type=1, location=Location(1, 0))
-    gpu.call(
-        "cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0
-    )
+    gpu.call("cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0)
     assert granularity.value == G
     error, aligned = gpu.reserve(G, 1 << 30)
     assert error == OK and aligned % (1 << 30) == 0
@@ -174,9 +172,7 @@ def test_copies_move_contents_and_cross_mappings() -> None:
     assert gpu.read(other, 2 * G) == (OK, data)
     assert gpu.memset(base + G - 1, 7, 2) == OK
     assert gpu.read(base + G - 1, 2) == (OK, b"\7\7")
-    error = gpu.call(
-        "cuMemsetD32_v2", c_uint64(other), c_uint(0x01020304), c_size_t(3)
-    )
+    error = gpu.call("cuMemsetD32_v2", c_uint64(other), c_uint(0x01020304), c_size_t(3))
     assert error == OK
     assert gpu.read(other, 13)[1] == bytes([4, 3, 2, 1] * 3) + data[12:13]
 

@@ -92,9 +92,7 @@ def test_every_profile_is_complete(name: str) -> None:
     config.load(profile=name).lines()
 
 
-def run(
-    *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "vgpu", *arguments],
         cwd=ROOT,
