@@ -167,6 +167,11 @@ def _compile(
     compiler: str, headers: Headers, sources: Iterable[Path], output: Path
 ) -> None:
     includes = [f"-I{SOURCES}", *(f"-isystem{f}" for f in headers.folders)]
+    # cuda_fp16.h, which cuBLAS includes, wants a header of CCCL that C never uses.
+    missing = output.parent / "missing" / "nv"
+    missing.mkdir(parents=True, exist_ok=True)
+    (missing / "target").touch()
+    includes += ["-idirafter", str(missing.parent)]
     _run(
         [
             *compiler.split(),
