@@ -26,7 +26,8 @@ from . import elf
 from .errors import VgpuError
 
 SOURCES = Path(__file__).parent / "src"
-STAND_INS = ("libcudart.so", "libcublas.so", "libcublasLt.so")
+# Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
+STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
 CUDA_NAME = re.compile(r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*")
 LATE_STUBS = 256
 
@@ -102,12 +103,15 @@ def find_compiler() -> str:
 
 
 def libraries() -> list[Path]:
-    """The installed shared objects that may import from CUDA."""
-    site = site_packages()
-    found: set[Path] = set()
-    for pattern in ("torch/**/*.so*", "vllm/**/*.so*", "nvidia/**/lib/*.so*"):
-        found.update(p.resolve() for p in site.glob(pattern) if p.is_file())
+    """The installed shared objects, any of which may import from CUDA."""
+    found = {p.resolve() for p in site_packages().rglob("*.so*") if p.is_file()}
     return sorted(found)
+
+
+def installed() -> list[str]:
+    """What tells one set of installed packages from another, cheaply."""
+    records = site_packages().glob("*.dist-info/RECORD")
+    return sorted(f"{p.parent.name} {p.stat().st_mtime_ns}" for p in records)
 
 
 def key(headers: Headers, compiler: str) -> str:
@@ -115,10 +119,8 @@ def key(headers: Headers, compiler: str) -> str:
     digest = hashlib.sha256()
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(path.read_bytes())
-    digest.update(f"{compiler}\n{headers.cuda}\n".encode())
-    for path in libraries():
-        stat = path.stat()
-        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for line in (compiler, str(headers.cuda), *installed()):
+        digest.update(f"{line}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -184,8 +186,8 @@ def _compile(
     )
 
 
-def _imports() -> tuple[set[str], dict[str, set[str]]]:
-    """Names imported from CUDA, and the stand-ins' versions, by library name."""
+def _imports(major: int) -> tuple[set[str], dict[str, set[str]]]:
+    """Names imported from CUDA, and the versions asked of each stand-in by name."""
     names: set[str] = set()
     versions: dict[str, set[str]] = {}
     for path in libraries():
@@ -194,16 +196,24 @@ def _imports() -> tuple[set[str], dict[str, set[str]]]:
         except (elf.NotElf, OSError):
             continue
         for name, source in library.undefined.items():
-            if CUDA_NAME.fullmatch(name) and (
-                not source or source.startswith((*STAND_INS, "libcuda.so"))
-            ):
+            ours = not source or source == "libcuda.so.1" or STAND_IN.fullmatch(source)
+            if ours and CUDA_NAME.fullmatch(name):
                 names.add(name)
         for needed in (*library.needed, *library.versions):
-            if needed.startswith(tuple(f"{s}." for s in STAND_INS)):
-                versions.setdefault(needed, set()).update(
-                    library.versions.get(needed, ())
-                )
+            match = STAND_IN.fullmatch(needed)
+            if match and int(match[3]) == major:
+                asked = library.versions.get(needed, set())
+                versions.setdefault(needed, set()).update(asked)
     return names, versions
+
+
+def _major(headers: Headers) -> int:
+    """The CUDA version of the headers: stand-ins for another would lie about it."""
+    text = (headers.cuda / "cuda.h").read_text(errors="replace")
+    match = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", text)
+    if not match:
+        raise VgpuError(f"{headers.cuda}/cuda.h has no CUDA_VERSION")
+    return int(match[1]) // 1000
 
 
 def _declared(headers: Headers) -> set[str]:
@@ -312,7 +322,7 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     )
     _compile(compiler, headers, [*sources, empty], library)
     implemented = elf.read(library).defined
-    imported, aliases = _imports()
+    imported, aliases = _imports(_major(headers))
     wanted = imported | _declared(headers) | _nvml_names()
     versions = _versions(headers)
     wanted |= {symbol for _, _, symbol in versions}
