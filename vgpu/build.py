@@ -337,6 +337,7 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     (folder / "libnvidia-ml.so.1").rename(nvml / "libnvidia-ml.so.1")
     absent.mkdir()  # a file that cannot be loaded hides the real library
     (absent / "libnvidia-ml.so.1").write_text("")
+    shutil.rmtree(folder / "missing")
     summary = {
         "implemented": len({n for n in implemented if CUDA_NAME.fullmatch(n)}),
         "stubs": len(stubs),

@@ -3,7 +3,8 @@
 The marked test runs in a fresh process of its own: `python -m pytest` on that one
 test, on the device that the marker describes. Its outcome, output and traceback
 are reported as the test's own. The marker's arguments are the configuration's
-keys; `timeout` (seconds, 300) ends a test that hangs; `env` adds to its
+keys; `config` names a TOML file below them and `set` is a list of KEY=VALUE above
+them; `timeout` (seconds, 300) ends a test that hangs; `env` adds to its
 environment.
 """
 
@@ -70,7 +71,8 @@ def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestRe
     timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
     extra = {k: str(v) for k, v in options.pop("env", {}).items()}
     settings = options.pop("set", [])
-    configuration = config.load(None, settings, **options)
+    file = options.pop("config", None)
+    configuration = config.load(Path(file) if file else None, settings, **options)
     with tempfile.TemporaryDirectory(prefix="vgpu-test-") as folder:
         run = launch.run_folder(configuration, Path(folder) / "run")
         result = Path(folder) / "result"

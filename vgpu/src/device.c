@@ -35,15 +35,17 @@ CUresult context_make(int ordinal) {
   return error;
 }
 
+// What needs no context (which device, which properties) works on after an error
+// that ended the context.
 static CUresult enter(const char* call, uint64_t size, bool needs_context) {
   if (!state_init())
     return process_ended() ? CUDA_ERROR_DEINITIALIZED : CUDA_ERROR_NO_DEVICE;
   if (forked_after_init()) return CUDA_ERROR_NOT_INITIALIZED;
   if (!visible_devices()) return CUDA_ERROR_NO_DEVICE;
-  int error = __atomic_load_n(&sticky, __ATOMIC_RELAXED);
-  if (error) return error;
+  int ended = __atomic_load_n(&sticky, __ATOMIC_RELAXED);
+  if (ended && needs_context) return ended;
   if (config.trace) message("%s(%lu)", call, size);
-  error = injected(call, current_device(), size);
+  CUresult error = injected(call, current_device(), size);
   if (error) return error;
   return needs_context && !current ? context_make(current_ordinal()) : 0;
 }

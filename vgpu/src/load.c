@@ -6,21 +6,21 @@
 
 #include "vgpu.h"
 
-static void *(*next_dlopen)(const char *, int);
+static void* (*next_dlopen)(const char*, int);
 static char own_folder[512];
 
 __attribute__((constructor)) static void at_load(void) {
   Dl_info here;
-  next_dlopen = (void *(*)(const char *, int))dlsym(RTLD_NEXT, "dlopen");
+  next_dlopen = (void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen");
   if (!dladdr(own_folder, &here) || !here.dli_fname) return;
   snprintf(own_folder, sizeof own_folder, "%s", here.dli_fname);
-  char *slash = strrchr(own_folder, '/');
+  char* slash = strrchr(own_folder, '/');
   if (slash) slash[1] = 0;
 }
 
-static const char *stand_in(const char *file) {
+static const char* stand_in(const char* file) {
   static __thread char path[1024];
-  const char *name = file ? strrchr(file, '/') : NULL;
+  const char* name = file ? strrchr(file, '/') : NULL;
   if (!name || strncmp(name, "/libcu", 6) || !own_folder[0]) return file;
   snprintf(path, sizeof path, "%s%s", own_folder, name + 1);
   return access(path, R_OK) ? file : path;
@@ -28,7 +28,7 @@ static const char *stand_in(const char *file) {
 
 // The last call must be a jump: dlopen searches the folders of whoever it would
 // return to.
-EXPORT void *dlopen(const char *file, int mode) {
+EXPORT void* dlopen(const char* file, int mode) {
   if (!next_dlopen) at_load();
   return next_dlopen(stand_in(file), mode);
 }
