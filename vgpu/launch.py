@@ -27,7 +27,17 @@ def run_folder(configuration: Configuration, folder: Path | None = None) -> Path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "state").unlink(missing_ok=True)
     (folder / "config").write_text(configuration.lines())
+    for key in ("timeline", "report"):  # processes append to them
+        if path := configuration.run.get(key):
+            _start_afresh(Path(path), key)
     return folder
+
+
+def _start_afresh(path: Path, key: str) -> None:
+    try:
+        path.write_bytes(b"")
+    except OSError as error:
+        raise VgpuError(f"{key}: cannot write {path}: {error.strerror}") from None
 
 
 def environment(

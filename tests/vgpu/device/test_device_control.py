@@ -197,6 +197,17 @@ def test_a_process_that_ends_abruptly_still_tells(tmp_path: Path, end: str) -> N
     ]
 
 
+def test_a_run_starts_its_files_afresh(tmp_path: Path) -> None:
+    path, events = tmp_path / "report", tmp_path / "timeline"
+    for _ in range(2):
+        options = ("--report", path, "--timeline", events)
+        vgpu(*options, *script("gpu.malloc(2 << 20)"))
+    assert len(report(path)) == 1
+    assert len(timeline.read(events)) == 2
+    failed = vgpu("--report", tmp_path, *script(""), check=False)
+    assert failed.returncode == 2 and "report: cannot write" in failed.stderr
+
+
 def test_strict_makes_ignored_calls_fail() -> None:
     text = "print(gpu.call('cudaProfilerStart'), gpu.call('cuMulticastCreate'))"
     assert vgpu(*script(text)).stdout == "0 801\n"
