@@ -184,7 +184,8 @@ def test_new_memory_does_not_keep_old_contents() -> None:
     gpu.write(address, b"secret")
     gpu.free(address)
     _, again = gpu.malloc(G)
-    assert gpu.read(again, 6) == (OK, bytes(6))
+    assert gpu.write(again + 8, b"new") == OK
+    assert gpu.read(again, 11) == (OK, bytes(8) + b"new")
 
 
 @pytest.mark.vgpu(memory="1GiB")
