@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -21,8 +22,9 @@ def run_folder(configuration: Configuration, folder: Path | None = None) -> Path
     """Makes the folder that the processes of a run share."""
     if folder is None:
         memory = Path("/dev/shm")
-        root = memory if os.access(memory, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="vgpu-", dir=root))
+        root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        _sweep(root)
+        folder = Path(tempfile.mkdtemp(prefix=f"vgpu-{os.getpid()}-", dir=root))
     else:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "state").unlink(missing_ok=True)
@@ -31,6 +33,27 @@ def run_folder(configuration: Configuration, folder: Path | None = None) -> Path
         if path := configuration.run.get(key):
             _start_afresh(Path(path), key)
     return folder
+
+
+def _sweep(root: Path) -> None:
+    """Removes what launchers that were killed left, unless their command lives on."""
+    for old in root.glob("vgpu-[0-9]*-*"):
+        pid = old.name.split("-")[1]
+        alive = Path(f"/proc/{pid}").exists() or _in_use(old / "state")
+        if not alive and old.stat().st_uid == os.getuid():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _in_use(state: Path) -> bool:
+    """Whether a process of the run holds a lock, as each does while it lives."""
+    try:
+        with state.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _start_afresh(path: Path, key: str) -> None:

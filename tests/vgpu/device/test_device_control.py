@@ -245,19 +245,35 @@ def test_a_timeline_is_exact_and_drawn(tmp_path: Path) -> None:
     assert "is no timeline event" in vgpu("timeline", bad, check=False).stderr
 
 
-def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    import tempfile
+def test_a_run_leaves_nothing_behind() -> None:
+    text = "import os; gpu.malloc(1); print(os.environ['VGPU_RUN'])"
+    run = Path(vgpu(*script(text)).stdout.strip())
+    assert run.name.startswith("vgpu-") and not run.exists()
 
-    def folders() -> set[Path]:
-        roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-        return {p for root in roots if root.is_dir() for p in root.glob("vgpu-*")}
 
-    before = folders()
-    vgpu(*script("import os; gpu.malloc(1); print(os.environ['VGPU_RUN'])"))
-    shown = vgpu(*script("import os; gpu.malloc(1); print(os.environ['VGPU_RUN'])"))
-    assert not Path(shown.stdout.strip()).exists()
-    time.sleep(0.1)
-    assert len(folders() - before) <= 8  # of tests that run beside this one
+def test_the_next_run_removes_what_a_killed_launcher_left() -> None:
+    text = "import os, sys; gpu.malloc(1); print(os.environ['VGPU_RUN'], flush=True)\n"
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "vgpu", *script(text + "sys.stdin.read()")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout and launcher.stdin
+    run = Path(launcher.stdout.readline().strip())
+    launcher.kill()
+    launcher.wait()
+    vgpu(*script(""))
+    assert run.exists()  # its command still uses it
+    launcher.stdin.close()
+    launcher.stdout.read()
+    for _ in range(50):
+        vgpu(*script(""))
+        if not run.exists():
+            break
+        time.sleep(0.1)
+    assert not run.exists()
 
 
 def test_the_command_keeps_its_status_and_its_streams() -> None:
