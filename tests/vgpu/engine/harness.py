@@ -1,0 +1,53 @@
+"""Run a scenario in a process of its own, on a device and a vLLM of one's choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+SCENARIOS = Path(__file__).parent / "scenarios"
+# The official release is the installed one; ours lies before it on the path.
+SITES = {"official": "", "envelope": str(ROOT / "build/envelope-0.33.0")}
+
+
+def run(
+    scenario: str,
+    case: Mapping[str, Any],
+    *,
+    vllm: str,
+    device: Mapping[str, object],
+    hooks: str = "",
+    folder: Path,
+    timeout: int = 420,
+) -> dict[str, Any]:
+    """The JSON line that a scenario prints, with its stderr under "stderr".
+
+    Raises:
+        AssertionError: it printed none; shows what it did print.
+    """
+    site = SITES[vllm]
+    assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
+    settings = folder / "device.toml"
+    settings.write_text(
+        "".join(f"{k} = {json.dumps(v)}\n" for k, v in device.items()) + hooks
+    )
+    paths = [site, str(ROOT), str(SCENARIOS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "vgpu", "--config", str(settings), "--",
+         sys.executable, str(SCENARIOS / f"{scenario}.py"), json.dumps(case)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return result | {"stderr": done.stderr}

@@ -1,0 +1,119 @@
+"""Start an engine on the device it runs on, and say in one JSON line what happened.
+
+The argument is a JSON object; DEFAULTS lists its keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {
+    "model": "dense",
+    "v2": True,
+    "graphs": False,
+    "compile": False,
+    "sleep": 0,  # level
+    "generate": 0,  # tokens
+    "llm": {},  # further arguments of LLM
+}
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
+    result: dict[str, Any] = {"outcome": "started"}
+    try:
+        run(case, result)
+    except Exception as error:  # an outcome, not an accident
+        result["outcome"] = type(error).__name__
+        result["error"] = str(error)[:2000]
+    from vgpu import control
+
+    result["peak"] = control.peak()
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def run(case: dict[str, Any], result: dict[str, Any]) -> None:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(case["v2"])),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    import models
+    import torch
+
+    from vgpu import control
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "gpu_memory_utilization": 0.5,
+        "attention_backend": "TRITON_ATTN",
+        "enforce_eager": not case["graphs"],
+        "enable_sleep_mode": case["sleep"] > 0,
+    }
+    if case["graphs"]:
+        mode = {} if case["compile"] else {"mode": 0}
+        arguments["compilation_config"] = GRAPHS | mode
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            models.write(case["model"], Path(folder)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            seed=0,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **(arguments | case["llm"]),
+        )
+    config = llm.llm_engine.vllm_config
+    result |= {
+        "blocks": config.cache_config.num_gpu_blocks,
+        "v2": bool(getattr(config, "use_v2_model_runner", False)),
+        "used": control.used(),
+        "reserved": torch.cuda.memory_reserved(),
+        "kernels": control.kernels(),
+    }
+    if case["generate"]:
+        result["tokens"] = generate(llm, SamplingParams, case["generate"])
+    if case["sleep"]:
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        records = get_mem_allocator_instance().pointer_to_data.values()
+        pooled = sum(data.handle[1] for data in records)
+        awake = control.used()
+        llm.sleep(level=case["sleep"])
+        asleep = control.used()
+        llm.wake_up(tags=["weights"])
+        weights = control.used()
+        llm.wake_up(tags=["kv_cache"])
+        result["sleep"] = {
+            "pooled": pooled,
+            "awake": awake,
+            "asleep": asleep,
+            "weights": weights,
+            "awake again": control.used(),
+        }
+
+
+def generate(llm: Any, sampling: Any, tokens: int) -> list[int]:
+    prompts = [{"prompt_token_ids": list(range(3, 20 + 5 * i))} for i in range(4)]
+    parameters = sampling(
+        temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True
+    )
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    return [len(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The official vLLM starts whole engines on the device, and so does ours.
+
+Peaks are compared with the budget; tokens are noise, their number is not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+
+GIB = 2**30
+DEVICE = {"memory": "8GiB"}
+BUDGET = 4 * GIB  # gpu_memory_utilization 0.5
+# Kernels do nothing, so the runner would wait for tokens that are never counted:
+# write what the kernel would have, one token sampled and none rejected.
+HOOKS = "".join(
+    f"""
+[[hooks]]
+kernel = "_get_num_sampled_and_rejected_kernel*"
+argument = {argument}
+value = {value}
+bytes = 64
+"""
+    for argument, value in ((0, 1), (1, 0))
+)
+full = pytest.mark.full
+
+CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
+    "dense-v1-sleep1": (
+        {"model": "dense", "v2": False, "generate": 4, "sleep": 1},
+        (),
+    ),
+    "dense-v2-graphs": ({"model": "dense", "graphs": True, "generate": 4}, ()),
+    "moe-v2-sleep2": ({"model": "moe", "sleep": 2, "generate": 4}, ()),
+    "hybrid-v2": ({"model": "hybrid"}, ()),
+    "dense-v1-graphs": (
+        {"model": "dense", "v2": False, "graphs": True, "generate": 4},
+        (full,),
+    ),
+    "dense-v2-compile": (
+        {"model": "dense", "graphs": True, "compile": True, "generate": 4},
+        (full,),
+    ),
+    "moe-v1-graphs": (
+        {"model": "moe", "v2": False, "graphs": True, "generate": 4},
+        (full,),
+    ),
+    "hybrid-v2-graphs": (
+        {"model": "hybrid", "graphs": True, "generate": 4},
+        (full,),
+    ),
+    "hybrid-v1-generate": (
+        {"model": "hybrid", "v2": False, "generate": 4},
+        (full,),
+    ),
+}
+
+
+# The series changes sleep mode alone so far.
+@pytest.mark.parametrize(
+    ("case", "vllm"),
+    [
+        pytest.param(case, vllm, id=f"{name}-{vllm}", marks=marks)
+        for name, (case, marks) in CASES.items()
+        for vllm in (["official", "envelope"] if case.get("sleep") else ["official"])
+    ],
+)
+def test_an_engine_starts(case: dict[str, Any], vllm: str, tmp_path: Path) -> None:
+    result = run("start", case, vllm=vllm, device=DEVICE, hooks=HOOKS, folder=tmp_path)
+    assert result["outcome"] == "started", result
+    assert result["v2"] == case.get("v2", True)
+    assert result["blocks"] > 0 and result["kernels"] > 0
+    assert result["used"] <= BUDGET + GIB // 8
+    if tokens := case.get("generate"):
+        assert result["tokens"] == [tokens] * 4
+    if case.get("sleep"):
+        sleep = result["sleep"]
+        assert sleep["asleep"] <= sleep["awake"] - sleep["pooled"]
+        assert sleep["weights"] > sleep["asleep"]
+        # All of the pool is back; nothing else came with it.
+        assert sleep["pooled"] <= sleep["awake again"] <= sleep["awake"]
