@@ -73,6 +73,6 @@ def test_official_utilization_is_inert_while_graphs_are_profiled(
         )
         # Found only after the profile that the budget was broken for.
         assert "max_num_seqs (512) exceeds available Mamba" in result["error"]
-        assert result["peak"] > utilization * memory
         peaks.add(result["peak"])
-    assert len(peaks) == 1
+    (peak,) = peaks
+    assert peak > 0.45 * memory

@@ -49,11 +49,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
         (full,),
     ),
     "hybrid-v2-graphs": (
-        {"model": "hybrid", "graphs": True, "generate": 4},
+        {"model": "hybrid", "graphs": True},
         (full,),
     ),
-    "hybrid-v1-generate": (
-        {"model": "hybrid", "v2": False, "generate": 4},
+    "hybrid-v1-graphs": (
+        {"model": "hybrid", "v2": False, "graphs": True},
         (full,),
     ),
 }
