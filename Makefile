@@ -3,7 +3,7 @@ PYTHON ?= python3
 BASE ?= 0.33.0
 ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
-ENV := .venv-$(BASE)
+ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
 .PHONY: wheel source export check verify vgpu envelope test test-all lint bench
@@ -36,6 +36,8 @@ test: vgpu envelope  ## what shows that it works, in minutes
 test-all: vgpu envelope check  ## everything
 	.venv/bin/python -m pytest tests/tools
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
+	$(MAKE) -s .venv-torch-2.11.0/ready
+	.venv-torch-2.11.0/bin/python -m pytest -n 2 tests/vgpu/device
 
 bench: .venv/ready
 	@$(call RUN,bench_wheel)
@@ -54,7 +56,7 @@ lint: .venv/ready
 	  -r requirements/tools.txt
 	@touch $@
 
-$(ENV)/ready: requirements/vllm-$(BASE).txt | .venv/ready
-	@.venv/bin/uv venv -q --clear -p $(PYTHON) $(ENV)
-	@.venv/bin/uv pip install -q -p $(ENV) --require-hashes --no-deps -r $<
+.venv-%/ready: requirements/%.txt | .venv/ready
+	@.venv/bin/uv venv -q --clear -p $(PYTHON) .venv-$*
+	@.venv/bin/uv pip install -q -p .venv-$* --require-hashes --no-deps -r $<
 	@touch $@

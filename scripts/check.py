@@ -133,7 +133,7 @@ def own_tests(
     ]
     if not tests:
         return ["it touches no test"]
-    python = base.root / f".venv-{base.version}/bin/python"
+    python = base.root / f".venv-vllm-{base.version}/bin/python"
     if not python.exists():
         raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
     shutil.copytree(tree / "tests", folder / "run/tests")

@@ -48,10 +48,6 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
         {"model": "moe", "v2": False, "graphs": True, "generate": 4},
         (full,),
     ),
-    "hybrid-v2-graphs": (
-        {"model": "hybrid", "graphs": True},
-        (full,),
-    ),
     "hybrid-v1-graphs": (
         {"model": "hybrid", "v2": False, "graphs": True},
         (full,),
