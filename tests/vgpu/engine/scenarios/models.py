@@ -60,23 +60,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": list(range(7)),
         "partial_rotary_factor": 0.25,
     },
-    "mamba": COMMON
-    | {
-        "architectures": ["BambaForCausalLM"],
-        "model_type": "bamba",
-        "num_hidden_layers": 8,
-        "attn_layer_indices": [3, 7],
-        "attn_rotary_emb": 64,
-        "mamba_chunk_size": 256,
-        "mamba_conv_bias": True,
-        "mamba_d_conv": 4,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_expand": 2,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 16,
-        "mamba_proj_bias": False,
-    },
 }
 
 

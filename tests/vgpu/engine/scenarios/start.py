@@ -50,9 +50,9 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
     }
     import models
     import torch
+    from vllm import LLM, SamplingParams
 
     from vgpu import control
-    from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {
         "max_model_len": 2048,
