@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -230,6 +232,21 @@ def test_verify_finds_a_wrong_name(built: Project) -> None:
         wheel.with_name(wheel.name.replace("envelope.2", "envelope.9"))
     )
     assert "the file name should be" in built.fails("verify", str(other))
+
+
+@pytest.mark.parametrize("installer", [["pip"], ["uv", "pip"]], ids=" ".join)
+def test_the_wheel_installs(
+    patched: Project, installer: list[str], tmp_path: Path
+) -> None:
+    arch = os.uname().machine
+    patched.ok("build_wheel", "--arch", arch)
+    wheel, site = str(patched.wheel(arch, 2)), tmp_path / "site"
+    install = [sys.executable, "-m", *installer, "install", "--no-deps", "--target"]
+    subprocess.run([*install, str(site), wheel], check=True, capture_output=True)
+    (found,) = importlib.metadata.distributions(name="vllm", path=[str(site)])
+    assert found.version == "1.2.3+envelope.2"
+    assert found.requires == ["torch"]
+    assert (site / "vllm/budget.py").read_text().endswith("total // 2\n")
 
 
 def test_the_cache_is_trusted_by_hash_alone(built: Project) -> None:
