@@ -67,6 +67,9 @@ def main(args: argparse.Namespace) -> None:
             made = {"inputs": inputs, "sha256": sha256(part)}
             made_path.unlink(missing_ok=True)
             part.rename(target)
+            superseded = official.file.replace(base.version, f"{base.version}+*", 1)
+            for old in set(dist.glob(superseded)) - {target}:
+                old.unlink()
             made_path.write_text(json.dumps(made))
         print(f"{target}\n{len(members)} members differ from {official.file}")
 

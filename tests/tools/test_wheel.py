@@ -82,6 +82,14 @@ def test_the_same_inputs_give_the_same_wheel(built: Project) -> None:
     assert wheel.read_bytes() == first
 
 
+def test_a_longer_series_replaces_the_wheel(built: Project) -> None:
+    built.commit("[Core] More", vllm__budget_py="def requested(total):\n    pass\n")
+    built.ok("export")
+    built.ok("build_wheel", "--arch", "x86_64")
+    names = [path.name for path in (built.root / "dist").iterdir()]
+    assert names == [built.wheel(patches=3).name]
+
+
 def test_a_damaged_wheel_is_built_again(built: Project) -> None:
     wheel = built.wheel(patches=2)
     good = wheel.read_bytes()
