@@ -48,6 +48,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
         {"model": "moe", "v2": False, "graphs": True, "generate": 4},
         (full,),
     ),
+    "hybrid-v2-graphs": (
+        {
+            "model": "hybrid",
+            "graphs": True,
+            "llm": {"gdn_prefill_backend": "triton"},
+        },
+        (full,),
+    ),
     "hybrid-v1-graphs": (
         {"model": "hybrid", "v2": False, "graphs": True},
         (full,),
