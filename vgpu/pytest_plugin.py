@@ -139,6 +139,8 @@ def pytest_runtest_protocol(
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item, marker):
         item.ihook.pytest_runtest_logreport(report=report)
+    # What the item before this one left set up for this one's module and package.
+    item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 

@@ -79,6 +79,24 @@ def test_outcomes_are_the_tests_own(tmp_path: Path) -> None:
     assert "test_each[2]" in out
 
 
+def test_fixtures_of_the_modules_around_are_torn_down(tmp_path: Path) -> None:
+    """A plain test, a marked one, and a plain one in another folder."""
+    plain = "def test_plain(tmp_path):\n    assert tmp_path.is_dir()\n"
+    marked = "import pytest\n\n@pytest.mark.vgpu\ndef test_marked():\n    pass\n"
+    for folder, text in (("a", plain + marked), ("b", plain)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"test_{folder}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "vgpu.pytest_plugin", str(tmp_path)]
+        + ["--rootdir", str(tmp_path), "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "3 passed" in done.stdout, done.stdout
+
+
 @pytest.mark.vgpu(memory="3GiB")
 def test_the_device_is_the_one_described() -> None:
     from vgpu import control
