@@ -24,9 +24,12 @@ def run(
     device: Mapping[str, object],
     hooks: str = "",
     folder: Path,
+    visible: str | None = None,
     timeout: int = 420,
 ) -> dict[str, Any]:
     """The JSON line that a scenario prints, with its stderr under "stderr".
+
+    `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
         AssertionError: it printed none; shows what it did print.
@@ -38,11 +41,14 @@ def run(
         "".join(f"{k} = {json.dumps(v)}\n" for k, v in device.items()) + hooks
     )
     paths = [site, str(ROOT), str(SCENARIOS)]
+    environment = {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
     done = subprocess.run(
         [sys.executable, "-m", "vgpu", "--config", str(settings), "--",
          sys.executable, str(SCENARIOS / f"{scenario}.py"), json.dumps(case)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=timeout,
