@@ -91,3 +91,20 @@ def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
     else:
         assert result["outcome"] == "started", result
         assert result["process_peak"] > share
+
+
+@full
+def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
+    """It was taken before, and skipped every measurement."""
+    limit, kv_cache = 3 * GIB, 3 * GIB - 512 * MIB
+    result = run(
+        "start",
+        {"llm": {"gpu_memory_limit_bytes": limit, "kv_cache_memory_bytes": kv_cache}},
+        vllm="envelope",
+        device={"memory": "8GiB"} | CONTEXT,
+        folder=tmp_path,
+    )
+    assert result["outcome"] == "ValueError"
+    wanted = "kv_cache_memory_bytes (2.5 GiB) does not fit into gpu_memory_limit_bytes"
+    assert f"{wanted} (3.0 GiB)" in result["error"]
+    assert result["process_peak"] < limit
