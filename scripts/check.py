@@ -189,7 +189,9 @@ def run_tests(
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(site), str(base.root))),
+        "PYTHONPATH": os.pathsep.join(
+            (str(site), str(base.root), str(folder / "run/tests/vllm_test_utils"))
+        ),
         "VLLM_NO_USAGE_STATS": "1",
     }
     log = subprocess.run(

@@ -17,16 +17,22 @@ SITES = {"official": "", "envelope": str(ROOT / "build/envelope-0.33.0")}
 
 
 def run(
-    scenario: str,
-    case: Mapping[str, Any],
+    scenario: str | Path,
+    case: Mapping[str, Any] | list[str],
     *,
     vllm: str,
     device: Mapping[str, object],
     hooks: str = "",
     folder: Path,
+    visible: str | None = None,
     timeout: int = 420,
 ) -> dict[str, Any]:
     """The JSON line that a scenario prints, with its stderr under "stderr".
+
+    A scenario is the name of a file in scenarios/, which takes its case as JSON, or
+    the path of a script with arguments of its own.
+
+    `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
         AssertionError: it printed none; shows what it did print.
@@ -38,11 +44,16 @@ def run(
         "".join(f"{k} = {json.dumps(v)}\n" for k, v in device.items()) + hooks
     )
     paths = [site, str(ROOT), str(SCENARIOS)]
+    environment = {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    script = SCENARIOS / f"{scenario}.py" if isinstance(scenario, str) else scenario
+    arguments = case if isinstance(case, list) else [json.dumps(case)]
     done = subprocess.run(
         [sys.executable, "-m", "vgpu", "--config", str(settings), "--",
-         sys.executable, str(SCENARIOS / f"{scenario}.py"), json.dumps(case)],
+         sys.executable, str(script), *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=timeout,

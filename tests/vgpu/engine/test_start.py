@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
 }
 
 
-# The series changes sleep mode alone so far.
+# Of starts without sleep mode the series changes the budget: see test_budget.py.
 @pytest.mark.parametrize(
     ("case", "vllm"),
     [

@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
+    "moved": "",  # what another process takes or releases as profiling begins
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
@@ -37,6 +38,7 @@ def main() -> None:
     from vgpu import control
 
     result["peak"] = control.peak()
+    result["process_peak"] = control.process_peak()
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -66,6 +68,8 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
+    if case["moved"]:
+        move_at_profiling(case["moved"])
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             models.write(case["model"], Path(folder)),
@@ -104,6 +108,20 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
             "weights": weights,
             "awake again": control.used(),
         }
+
+
+def move_at_profiling(size: str) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vgpu import control
+
+    determine_available_memory = Worker.determine_available_memory
+
+    def moving(worker: Worker) -> int:
+        control.other_process(size)
+        return int(determine_available_memory(worker))
+
+    Worker.determine_available_memory = moving
 
 
 def generate(llm: Any, sampling: Any, tokens: int) -> list[int]:

@@ -1,0 +1,110 @@
+"""Whole starts on shares of a device: the instance stays in what it can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+
+MIB, GIB = 2**20, 2**30
+full = pytest.mark.full
+
+CONTEXT = {"context": "300MiB", "cublas_handle": "64MiB"}
+# cuBLAS's workspace: held before the budget is taken, as a context is.
+BEFORE = 32 * MIB
+# name: the device, the case, the bytes that the process may have at any time, and how
+# the official release ends where it does not leave them.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "limit beside a co-tenant": (
+        {"memory": "8GiB", "other": "4GiB"} | CONTEXT,
+        {"llm": {"gpu_memory_limit_bytes": 3 * GIB}},
+        3 * GIB,
+        "",
+    ),
+    "limit on MIG, NVML refused": (
+        {"memory": "8GiB", "mig_uuid": "MIG-a0000000-0000-0000-0000-000000000001"}
+        | CONTEXT,
+        {"v2": False, "llm": {"gpu_memory_limit_bytes": 3 * GIB}},
+        3 * GIB,
+        "",
+    ),
+    "slice that only NVML knows, beside a co-tenant": (
+        {"memory": "8GiB", "nvml_total": "3GiB", "other": "4GiB"} | CONTEXT,
+        {"llm": {"gpu_memory_utilization": 0.8}},
+        3 * GIB,
+        "is less than desired GPU memory utilization (0.8, 6.4 GiB)",
+    ),
+    "stale free memory": (
+        {"memory": "4GiB", "meminfo_free_stale": True},
+        {"llm": {"gpu_memory_utilization": 0.9}},
+        int(0.9 * 4 * GIB) + BEFORE,
+        "",
+    ),
+    "co-tenant that releases": (
+        {"memory": "8GiB", "other": "4GiB"},
+        {"moved": "-2GiB", "llm": {"gpu_memory_utilization": 0.4}},
+        int(0.4 * 8 * GIB) + BEFORE,
+        "Error in memory profiling. Initial free memory 3.97 GiB",
+    ),
+}
+REFUSED = "".join(
+    f'[[inject]]\ncall = "{call}"\nerror = "NoPermission"\ntimes = 1000\n'
+    for call in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses")
+)
+
+
+def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
+    device, case, *_ = CASES[name]
+    return run(
+        "start",
+        case | {"llm": llm},
+        vllm=vllm,
+        device=device,
+        hooks=REFUSED if "refused" in name else "",
+        folder=folder,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
+    _, case, share, _ = CASES[name]
+    # The limit alone decides.
+    llm = {"gpu_memory_utilization": 1.0} | case["llm"]
+    result = start(name, llm, "envelope", tmp_path)
+    assert result["outcome"] == "started", result
+    # And makes use of it.
+    assert share - 256 * MIB < result["process_peak"] <= share
+
+
+@full
+@pytest.mark.parametrize("name", CASES)
+def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
+    _, case, share, error = CASES[name]
+    llm = case["llm"]
+    if "gpu_memory_limit_bytes" in llm:  # as a fraction: there is no limit
+        llm = {"gpu_memory_utilization": share / (8 * GIB)}
+    result = start(name, llm, "official", tmp_path)
+    if error:
+        assert error in result["error"]
+    else:
+        assert result["outcome"] == "started", result
+        assert result["process_peak"] > share
+
+
+@full
+def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
+    """It was taken before, and skipped every measurement."""
+    limit, kv_cache = 3 * GIB, 3 * GIB - 512 * MIB
+    result = run(
+        "start",
+        {"llm": {"gpu_memory_limit_bytes": limit, "kv_cache_memory_bytes": kv_cache}},
+        vllm="envelope",
+        device={"memory": "8GiB"} | CONTEXT,
+        folder=tmp_path,
+    )
+    assert result["outcome"] == "ValueError"
+    wanted = "kv_cache_memory_bytes (2.5 GiB) does not fit into gpu_memory_limit_bytes"
+    assert f"{wanted} (3.0 GiB)" in result["error"]
+    assert result["process_peak"] < limit
