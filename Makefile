@@ -6,10 +6,13 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel source export check verify vgpu envelope test test-all lint bench
+.PHONY: wheel overlay source export check verify vgpu envelope test test-all lint bench
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
+
+overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
+	@$(call RUN,overlay) --arch $(ARCH)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
 	@$(call RUN,source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
@@ -29,11 +32,11 @@ vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 envelope: wheel
 	@$(call RUN,unpack)
 
-test: vgpu envelope  ## what shows that it works, in minutes
+test: vgpu envelope overlay  ## what shows that it works, in minutes
 	.venv/bin/python -m pytest tests/tools
 	$(ENV)/bin/python -m pytest -n 2 -m "not full" tests/vgpu
 
-test-all: vgpu envelope check  ## everything
+test-all: vgpu envelope overlay check  ## everything
 	.venv/bin/python -m pytest tests/tools
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
 	$(MAKE) -s .venv-torch-2.11.0/ready

@@ -65,10 +65,10 @@ def write_sdist(path: Path) -> None:
             tar.addfile(member, io.BytesIO(text.encode()))
 
 
-def write_wheel(path: Path) -> None:
+def write_wheel(path: Path, native: bytes = b"official native code") -> None:
     files = {n: t.encode() for n, t in SOURCES.items() if n.startswith("vllm/")}
     files |= {
-        "vllm/native.abi3.so": b"official native code",
+        "vllm/native.abi3.so": native,
         "vllm/large.abi3.so": bytes(range(256)) * 4096,
         "vllm/_version.py": VERSION.encode(),
         f"{INFO}/METADATA": METADATA.encode(),
@@ -185,8 +185,12 @@ class Project:
 
 @pytest.fixture
 def project(index: tuple[str, Path], tmp_path: Path) -> Project:
+    return new_project(index, tmp_path)
+
+
+def new_project(index: tuple[str, Path], folder: Path) -> Project:
     url, published = index
-    root = tmp_path / "project"
+    root = folder / "project"
     patches = root / "patches/v1.2.3"
     patches.mkdir(parents=True)
     (patches / "series").write_text("")
@@ -205,7 +209,7 @@ def project(index: tuple[str, Path], tmp_path: Path) -> Project:
     (patches / "base.toml").write_text(base)
     environment = os.environ | {
         "PIP_INDEX_URL": url,
-        "ENVELOPE_CACHE": str(tmp_path / "cache"),
+        "ENVELOPE_CACHE": str(folder / "cache"),
         "no_proxy": "127.0.0.1",
     }
     return Project(root, environment)
