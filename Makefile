@@ -6,13 +6,17 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay source export check verify vgpu envelope test test-all lint bench
+.PHONY: wheel overlay image source export check verify vgpu envelope test test-all lint bench
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
 
 overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
 	@$(call RUN,overlay) --arch $(ARCH)
+
+image: overlay  ## IMAGE= on the official image, or the tag or digest given
+	@$(call RUN,image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
+	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
 	@$(call RUN,source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
