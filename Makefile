@@ -6,7 +6,7 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export check verify vgpu envelope test test-all lint bench
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -23,6 +23,10 @@ source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a pa
 
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,export)
+
+rebase: source  ## TO=: the series for another release; CHECK=1 only reports
+	@$(call RUN,rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
+	  $(if $(CHECK),--check)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,check)
