@@ -28,6 +28,14 @@ rebase: source  ## TO=: the series for another release; CHECK=1 only reports
 	@$(call RUN,rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
 
+pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
+	@$(call RUN,source)
+	@$(call RUN,pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
+	  --git $(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed)) \
+	  $(if $(ONTO),--onto $(ONTO)) $(if $(BRANCH),--branch $(BRANCH)) \
+	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation $(VALIDATION)) \
+	  $(if $(NO_HOOKS),--no-hooks)
+
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,check)
 
