@@ -208,15 +208,11 @@ def install(
                     staged[pyc] = (site / NEW / pyc).read_bytes()
                     moves.append((f"{NEW}/{pyc}", pyc))
         metadata = (site / old_info / "METADATA").read_bytes()
-        version = (
-            f"\nVersion: {overlay['base']}\n",
-            f"\nVersion: {overlay['version']}\n",
-        )
-        new_metadata = metadata.replace(version[0].encode(), version[1].encode(), 1)
+        was, now = (f"\nVersion: {overlay[v]}\n".encode() for v in ("base", "version"))
         state = {"base": overlay["base"], "version": overlay["version"], "files": ours}
         record = (site / old_info / "RECORD").read_bytes()
         written = {
-            "METADATA": new_metadata,
+            "METADATA": metadata.replace(was, now, 1),
             "envelope/RECORD.gz": gzip.compress(record, mtime=0),
             "envelope/state.json": json.dumps(state, indent=1).encode(),
         }
@@ -287,13 +283,19 @@ def revert(site: Path) -> str:
             f"changed since the overlay was installed: {', '.join(changed)}. Nothing "
             "was changed; save your work and reinstall the official wheel."
         )
+    rows = read_record(site, new_info)
+    backups = {str(p.relative_to(site)): p for p in kept.rglob("*") if not p.is_dir()}
+    if damaged := [n for n, p in backups.items() if rows.get(n) != sha256_row(p)]:
+        raise Problem(
+            f"the kept official files are damaged: {', '.join(damaged)}. Nothing was "
+            "changed; reinstall the official wheel."
+        )
     moves: Moves = []
     for name, digest in noted["files"].items():
         for path in ([name] if digest else []) + bytecode(site, name):
             moves.append((path, f"{OLD}/{path}"))
-    for path in sorted(kept.rglob("*")):
-        if not path.is_dir():
-            moves.append((str(path.relative_to(site)), str(path.relative_to(kept))))
+    for name, path in sorted(backups.items()):
+        moves.append((name, str(path.relative_to(kept))))
     with staging(site):
         record = gzip.decompress((state.parent / "RECORD.gz").read_bytes())
         stage(site, f"{old_info}/RECORD", record, {}, like=f"{new_info}/RECORD")

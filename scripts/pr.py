@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from check import lint, touched_lines
@@ -43,7 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onto", default="main", help="branch, tag or commit")
     parser.add_argument("--branch", help="default: envelope/TOPIC")
     parser.add_argument("--signoff", action="store_true", help="you certify the DCO")
-    parser.add_argument("--validation", type=Path, help="measured output, for a text")
+    parser.add_argument("--validation", type=Path, help="Markdown to put there")
     parser.add_argument("--no-hooks", action="store_true")
 
 
@@ -58,8 +60,9 @@ def main(args: argparse.Namespace) -> None:
     with locked(base.root):
         merge(base, args.git, onto, patch, tree)
     hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
+    runs = results(base, proposal)
     measured = args.validation.read_text() if args.validation else check(base, patch)
-    text = description(base, tree, patch, proposal, measured, hooks)
+    text = description(tree, proposal, measured + runs, hooks)
     path = base.root / f"build/pr-{patch.stem}.md"
     with locked(base.root):
         if identity:
@@ -80,7 +83,7 @@ def chosen(base: Base, topic: str) -> Path:
     return names[topic.removesuffix(".patch")]
 
 
-def proposed(base: Base, patch: Path) -> dict[str, object]:
+def proposed(base: Base, patch: Path) -> dict[str, Any]:
     """What pull-requests.toml says of a patch.
 
     Raises:
@@ -88,7 +91,7 @@ def proposed(base: Base, patch: Path) -> dict[str, object]:
     """
     path = base.root / PROPOSALS
     known = tomllib.loads(path.read_text()) if path.exists() else {}
-    proposal: dict[str, object] = known.get(patch.stem, {})
+    proposal: dict[str, Any] = known.get(patch.stem, {})
     if missing := {"claims", "not_duplicate"} - proposal.keys():
         raise Problem(
             f"{PROPOSALS} has no {' and '.join(sorted(missing))} for {patch.stem}: "
@@ -187,7 +190,8 @@ def run_hooks(tree: Path) -> str:
     passed, failed, absent = [], [], []
     for repo in config["repos"]:
         for hook in repo["hooks"]:
-            if "pre-commit" not in hook.get("stages", ["pre-commit"]):
+            wanted = any(re.search(hook.get("files", ""), name) for name in files)
+            if not wanted or "pre-commit" not in hook.get("stages", ["pre-commit"]):
                 continue
             one = config | {"repos": [repo | {"hooks": [hook]}]}
             code, output = run_hook(tree, one, files)
@@ -227,7 +231,7 @@ def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
 
 
 def check(base: Base, patch: Path) -> str:
-    """What 'make check' prints of a patch: its tests without it and with it.
+    """What 'make check' says of a patch's tests, without it and with it.
 
     Raises:
         Problem: it failed.
@@ -240,7 +244,26 @@ def check(base: Base, patch: Path) -> str:
     )  # fmt: skip
     if done.returncode:
         raise Problem(f"'make check' of {patch.name}: {done.stdout}{done.stderr}")
-    return done.stdout
+    return (
+        f"The tests of this change on vLLM {base.version}, without it and with it, on "
+        "a virtual CUDA device (exact about memory, computes nothing):\n\n"
+        f"```text\n{textwrap.dedent(done.stdout).strip()}\n```\n"
+    )
+
+
+def results(base: Base, proposal: dict[str, Any]) -> str:
+    """The measured runs that belong to a patch.
+
+    Raises:
+        Problem: one is missing.
+    """
+    text = ""
+    for name in proposal.get("results", []):
+        path = base.root / "results" / name
+        if not path.is_file():
+            raise Problem(f"{PROPOSALS} names {path}, which is not there.")
+        text += f"\n```json\n{path.read_text().strip()}\n```\n"
+    return text
 
 
 def sign(tree: Path, identity: tuple[str, str]) -> None:
@@ -256,14 +279,7 @@ def sign(tree: Path, identity: tuple[str, str]) -> None:
     )  # fmt: skip
 
 
-def description(
-    base: Base,
-    tree: Path,
-    patch: Path,
-    proposal: dict[str, object],
-    measured: str,
-    hooks: str,
-) -> str:
+def description(tree: Path, proposal: dict[str, Any], measured: str, hooks: str) -> str:
     """Upstream's template, filled in.
 
     Raises:
@@ -271,17 +287,14 @@ def description(
     """
     body = git(tree, "show", "-s", "--format=%b")
     overview, *details = paragraphs(without_trailers(body))
-    claims = proposal["claims"]
-    assert isinstance(claims, list)
+    changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
+    tests = [name for name in changed.split() if name.startswith("tests/")]
     sections = {
         "Overview": overview,
-        "Claims": "\n".join(f"- {claim}" for claim in claims),
-        "Validation": (
-            f"On vLLM {base.version}, on a virtual CUDA device (exact about memory, "
-            "computes nothing); the tests of this change, without it and with it:\n\n"
-            f"```text\n{measured.strip()}\n```\n\n"
-            f"pre-commit on the changed files: {hooks}."
-        ),
+        "Claims": "\n".join(f"- {claim}" for claim in proposal["claims"]),
+        "Validation": f"{measured.strip()}\n\n"
+        + (f"To repeat them: `pytest {' '.join(tests)}`.\n\n" if tests else "")
+        + f"pre-commit on the changed files: {hooks}.",
         "Details": "\n\n".join(details)
         + f"\n\n**Not a duplicate.** {proposal['not_duplicate']}\n\n"
         "**AI assistance** was used for this change.",

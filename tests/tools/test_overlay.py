@@ -186,7 +186,7 @@ def test_bytecode_is_compiled_as_it_was(official: Installed) -> None:
     before = official.tree()
     official.ok("install")
     assert {path.name for path in cache.iterdir()} == {
-        f"__init__.{tag}", f"budget.{tag}", f"come.{tag}",
+        f"__init__.{tag}", f"budget.{tag}", f"come.{tag}", f"plan.{tag}",
     }  # fmt: skip
     stamp = int((official.site / "vllm/budget.py").stat().st_mtime)
     header = (cache / f"budget.{tag}").read_bytes()[4:12]
@@ -227,6 +227,16 @@ def test_status_says_what_is_there(official: Installed) -> None:
     assert "changed since the overlay was installed: vllm/budget.py" in (
         official.fails("revert")
     )
+    assert official.tree() == before
+
+
+def test_damaged_official_files_are_not_put_back(official: Installed) -> None:
+    official.ok("install")
+    kept = f"{OURS}/envelope/official/vllm/budget.py"
+    official.write(kept, b"damaged")
+    before = official.tree()
+    error = official.fails("revert")
+    assert f"kept official files are damaged: {kept}" in error
     assert official.tree() == before
 
 
