@@ -6,16 +6,35 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel source export check verify vgpu envelope test test-all lint bench
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
+
+overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
+	@$(call RUN,overlay) --arch $(ARCH)
+
+image: overlay  ## IMAGE= on the official image, or the tag or digest given
+	@$(call RUN,image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
+	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
 	@$(call RUN,source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
 
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,export)
+
+rebase: source  ## TO=: the series for another release; CHECK=1 only reports
+	@$(call RUN,rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
+	  $(if $(CHECK),--check)
+
+pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
+	@$(call RUN,source)
+	@$(call RUN,pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
+	  --git $(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed)) \
+	  $(if $(ONTO),--onto $(ONTO)) $(if $(BRANCH),--branch $(BRANCH)) \
+	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation $(VALIDATION)) \
+	  $(if $(NO_HOOKS),--no-hooks)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,check)
@@ -29,11 +48,11 @@ vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 envelope: wheel
 	@$(call RUN,unpack)
 
-test: vgpu envelope  ## what shows that it works, in minutes
+test: vgpu envelope overlay  ## what shows that it works, in minutes
 	.venv/bin/python -m pytest tests/tools
 	$(ENV)/bin/python -m pytest -n 2 -m "not full" tests/vgpu
 
-test-all: vgpu envelope check  ## everything
+test-all: vgpu envelope overlay check  ## everything
 	.venv/bin/python -m pytest tests/tools
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
 	$(MAKE) -s .venv-torch-2.11.0/ready

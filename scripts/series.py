@@ -24,6 +24,10 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pypi_simple import PyPISimple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -272,6 +276,14 @@ def git(tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def cache_folder() -> Path:
+    return Path(
+        os.environ.get("ENVELOPE_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "vllm-envelope"
+    )
+
+
 def fetch(artifact: Artifact, version: str) -> Path:
     """A published file, from the cache or the package index, hash-checked.
 
@@ -281,40 +293,24 @@ def fetch(artifact: Artifact, version: str) -> Path:
     Raises:
         Problem: no network, no such file, or a hash that does not match.
     """
-    cache = Path(
-        os.environ.get("ENVELOPE_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "vllm-envelope"
-    )
-    target = cache / artifact.sha256[:16] / artifact.file
+    target = cache_folder() / artifact.sha256[:16] / artifact.file
     if target.is_file():
         if sha256(target) == artifact.sha256:
             return target
         target.unlink()
 
-    from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple
-    from requests.exceptions import RequestException
-
-    index = os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
     print(f"fetching {artifact.file}", file=sys.stderr)
     with scratch(target.parent, artifact.file) as folder:
         part = folder / artifact.file
-        try:
-            with PyPISimple(endpoint=index) as client:
-                page = client.get_project_page("vllm", timeout=30)
-                found = [p for p in page.packages if p.filename == artifact.file]
-                if not found:
-                    raise Problem(
-                        f"the package index has no {artifact.file} (vLLM {version}). "
-                        "Check PIP_INDEX_URL."
-                    )
-                client.download_package(found[0], part, verify=False, timeout=60)
-        except (RequestException, NoSuchProjectError) as error:
-            raise Problem(
-                f"could not fetch {artifact.file}: {error}. The network or the "
-                "package index is out of reach; try again, or put the file into "
-                f"{target.parent}."
-            ) from error
+        with package_index(f"fetch {artifact.file}") as client:
+            page = client.get_project_page("vllm", timeout=30)
+            found = [p for p in page.packages if p.filename == artifact.file]
+            if not found:
+                raise Problem(
+                    f"the package index has no {artifact.file} (vLLM {version}). "
+                    "Check PIP_INDEX_URL."
+                )
+            client.download_package(found[0], part, verify=False, timeout=60)
         actual = sha256(part)
         if actual != artifact.sha256:
             raise Problem(
@@ -324,6 +320,40 @@ def fetch(artifact: Artifact, version: str) -> Path:
             )
         part.rename(target)
     return target
+
+
+def published(version: str) -> list[Artifact]:
+    """What the package index lists of a release, with its hashes.
+
+    Raises:
+        Problem: no network, or no such release.
+    """
+    with package_index(f"look up vLLM {version}") as client:
+        page = client.get_project_page("vllm", timeout=30)
+        found = [
+            Artifact(package.filename, package.digests["sha256"])
+            for package in page.packages
+            if package.version == version and "sha256" in package.digests
+        ]
+    if not found:
+        raise Problem(f"the package index has no vLLM {version}, or not its hashes.")
+    return found
+
+
+@contextlib.contextmanager
+def package_index(what: str) -> Iterator[PyPISimple]:
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple
+    from requests.exceptions import RequestException
+
+    index = os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    try:
+        with PyPISimple(endpoint=index) as client:
+            yield client
+    except (RequestException, NoSuchProjectError) as error:
+        raise Problem(
+            f"could not {what}: {error}. The network or the package index is out of "
+            f"reach; try again, or put the file into {cache_folder()}."
+        ) from error
 
 
 def apply(base: Base, tree: Path, patches: list[Path]) -> None:
@@ -350,6 +380,78 @@ def apply(base: Base, tree: Path, patches: list[Path]) -> None:
                 + f"\nMend the patch, or its place in {base.folder.name}/series."
             )
         git(tree, "notes", f"--ref={NAMES_REF}", "add", "-m", patch.name, "HEAD")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a patch on another base.
+
+    ``files`` are those that conflict, or those that have its changes already.
+    """
+
+    kind: Literal["applies", "merged", "resolved", "taken", "skipped", "conflict"]
+    files: tuple[str, ...] = ()
+
+
+def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
+    """Commit a patch on ``tree``'s HEAD by a three-way merge, or stop in a conflict.
+
+    ``source`` is where the patch was made: it lends the files it was made from.
+
+    Raises:
+        Problem: the patch is not from ``source``, or ``tree`` cannot be used.
+    """
+    content = patch.read_bytes()
+    wanted = set(re.findall(rb"^index ([0-9a-f]{40})\.\.", content, re.M)) - {b"0" * 40}
+    packed = subprocess.run(
+        ["git", "-C", str(source), "pack-objects", "--stdout", "-q"],
+        input=b"\n".join(sorted(wanted)),
+        capture_output=True,
+    )
+    if packed.returncode:
+        raise Problem(
+            f"{source} does not hold the files {patch.name} was made from: 'make "
+            "source' first."
+        )
+    subprocess.run(
+        ["git", "-C", str(tree), "unpack-objects", "-q"],
+        input=packed.stdout,
+        check=True,
+    )
+    done = run_git(
+        tree, "am", "-3", "--keep-non-patch", "--committer-date-is-author-date",
+        str(patch),
+    )  # fmt: skip
+    if done.returncode:
+        conflicts = git(tree, "diff", "--name-only", "--diff-filter=U", "-z")
+        if not conflicts:
+            run_git(tree, "am", "--abort")
+            raise Problem(f"{patch.name} cannot be merged: {done.stderr.strip()}")
+        return Outcome("conflict", tuple(conflicts.split("\0")[:-1]))
+    if "Patch already applied" in done.stdout:
+        return Outcome("taken")
+    files = re.findall(r"^diff --git a/(\S+)", content.decode(errors="replace"), re.M)
+    changed = git(tree, "diff", "--name-only", "--no-renames", "HEAD~", "HEAD")
+    already = tuple(sorted(set(files) - set(changed.splitlines())))
+    merged = "Falling back to patching base" in done.stdout
+    return Outcome("merged" if merged else "applies", already)
+
+
+def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> str:
+    """What a patch conflicts with, hunk by hunk, and how to go on."""
+    hunks = git(tree, "diff", "--diff-filter=U", "-U0").strip()
+    return (
+        f"{patch.name} conflicts in {', '.join(outcome.files)}:\n{hunks}\n"
+        f"To resolve it: in {tree}\n"
+        "  edit the files, git add them, git am --continue\n"
+        f"then {again} again. To give up: remove that folder."
+    )
+
+
+def unresolved(tree: Path) -> bool:
+    """Whether a conflict in ``tree`` waits for someone."""
+    state = git(tree, "rev-parse", "--git-path", "rebase-apply").strip()
+    return (tree / state).exists()
 
 
 def export(tree: Path, base_ref: str = BASE_REF) -> dict[str, bytes]:

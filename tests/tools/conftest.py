@@ -46,6 +46,15 @@ SOURCES = {
     "vllm/__init__.py": "",
     "vllm/budget.py": "def requested(total):\n    return total\n",
     "vllm/gone.py": "UNUSED = 1\n",
+    "vllm/plan.py": "".join(f"{name} = 1\n" for name in "abcdefghijklmnopqr"),
+}
+# The release before: an older plan, with one change that 1.2.3 does not have.
+OLDER = SOURCES | {
+    "PKG-INFO": "Name: vllm\nRequires-Dist: torch==1.9\n",
+    "vllm/plan.py": SOURCES["vllm/plan.py"]
+    .replace("c = 1", "c = 0")
+    .replace("i = 1", "i = 2")
+    .replace("p = 1", "p = 0"),
 }
 VERSION = """\
 __version__ = version = '1.2.3'
@@ -57,18 +66,18 @@ INFO = "vllm-1.2.3.dist-info"
 METADATA = "Metadata-Version: 2.4\nName: vllm\nVersion: 1.2.3\nRequires-Dist: torch\n"
 
 
-def write_sdist(path: Path) -> None:
+def write_sdist(path: Path, sources: dict[str, str] = SOURCES) -> None:
     with tarfile.open(path, "w:gz") as tar:
-        for name, text in SOURCES.items():
-            member = tarfile.TarInfo(f"vllm-1.2.3/{name}")
+        for name, text in sources.items():
+            member = tarfile.TarInfo(f"{path.name.removesuffix('.tar.gz')}/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
 
 
-def write_wheel(path: Path) -> None:
+def write_wheel(path: Path, native: bytes = b"official native code") -> None:
     files = {n: t.encode() for n, t in SOURCES.items() if n.startswith("vllm/")}
     files |= {
-        "vllm/native.abi3.so": b"official native code",
+        "vllm/native.abi3.so": native,
         "vllm/large.abi3.so": bytes(range(256)) * 4096,
         "vllm/_version.py": VERSION.encode(),
         f"{INFO}/METADATA": METADATA.encode(),
@@ -86,15 +95,29 @@ def write_wheel(path: Path) -> None:
         wheel.writestr(f"{INFO}/RECORD", rows.getvalue())
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.fixture(scope="session")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The URL of a package index with one release of vllm, and its folder."""
+    """The URL of a package index with two releases of vllm, and its folder."""
     folder = tmp_path_factory.mktemp("index")
     write_sdist(folder / "vllm-1.2.3.tar.gz")
     for arch in ARCHES:
         write_wheel(folder / f"vllm-1.2.3-cp38-abi3-manylinux_2_28_{arch}.whl")
+    files = {p.name: sha256(p) for p in folder.glob("*.*")}
+    older = folder / "older/vllm-1.2.2.tar.gz"
+    older.parent.mkdir()
+    write_sdist(older, OLDER)
+    files[f"older/{older.name}"] = sha256(older)
+    for arch in ARCHES:
+        files[f"older/vllm-1.2.2-cp38-abi3-manylinux_2_28_{arch}.whl"] = "0" * 64
     (folder / "vllm").mkdir()
-    links = "".join(f'<a href="../{p.name}">{p.name}</a>' for p in folder.glob("*.*"))
+    links = "".join(
+        f'<a href="../{name}#sha256={digest}">{Path(name).name}</a>'
+        for name, digest in files.items()
+    )
     (folder / "vllm/index.html").write_text(f"<!DOCTYPE html><body>{links}</body>")
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -185,13 +208,16 @@ class Project:
 
 @pytest.fixture
 def project(index: tuple[str, Path], tmp_path: Path) -> Project:
+    return new_project(index, tmp_path)
+
+
+def new_project(index: tuple[str, Path], folder: Path) -> Project:
     url, published = index
-    root = tmp_path / "project"
+    root = folder / "project"
     patches = root / "patches/v1.2.3"
     patches.mkdir(parents=True)
     (patches / "series").write_text("")
-    pins = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in published.glob("vllm-*")}  # fmt: skip
+    pins = {path.name: sha256(path) for path in published.glob("vllm-*")}
     base = 'version = "1.2.3"\ntorch = "2"\n'
     for name, digest in pins.items():
         table = (
@@ -205,7 +231,7 @@ def project(index: tuple[str, Path], tmp_path: Path) -> Project:
     (patches / "base.toml").write_text(base)
     environment = os.environ | {
         "PIP_INDEX_URL": url,
-        "ENVELOPE_CACHE": str(tmp_path / "cache"),
+        "ENVELOPE_CACHE": str(folder / "cache"),
         "no_proxy": "127.0.0.1",
     }
     return Project(root, environment)

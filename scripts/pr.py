@@ -1,0 +1,332 @@
+"""Make a branch for a pull request in a clone of upstream, and its description.
+
+The patch is merged three-way onto the chosen base in a worktree of its own, so the
+clone's checkout is not touched. A conflict is left in build/ to be resolved; the
+command goes on when it is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from check import lint, touched_lines
+from series import (
+    IDENTITY,
+    Base,
+    Outcome,
+    Problem,
+    command,
+    conflict_report,
+    git,
+    locked,
+    run_git,
+    transplant,
+    unresolved,
+)
+
+PROPOSALS = "patches/pull-requests.toml"
+TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
+# Upstream's own versions of these are pinned in requirements/tools.txt.
+STAND_INS = {"ruff-check", "ruff-format", "clang-format"}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topic", required=True, help="patch, with or without .patch")
+    parser.add_argument("--git", type=Path, required=True, help="clone of upstream")
+    parser.add_argument("--onto", default="main", help="branch, tag or commit")
+    parser.add_argument("--branch", help="default: envelope/TOPIC")
+    parser.add_argument("--signoff", action="store_true", help="you certify the DCO")
+    parser.add_argument("--validation", type=Path, help="Markdown to put there")
+    parser.add_argument("--no-hooks", action="store_true")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    patch = chosen(base, args.topic)
+    proposal = proposed(base, patch)
+    branch = args.branch or f"envelope/{patch.stem}"
+    onto = checked(args.git, args.onto, branch)
+    identity = submitter(args.git) if args.signoff else None
+    tree = base.root / f"build/pr-{patch.stem}"
+    with locked(base.root):
+        merge(base, args.git, onto, patch, tree)
+    hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
+    runs = results(base, proposal)
+    measured = args.validation.read_text() if args.validation else check(base, patch)
+    text = description(tree, proposal, measured + runs, hooks)
+    path = base.root / f"build/pr-{patch.stem}.md"
+    with locked(base.root):
+        if identity:
+            sign(tree, identity)
+        path.write_text(text)
+        git(args.git, "branch", branch, git(tree, "rev-parse", "HEAD").strip())
+        git(args.git, "worktree", "remove", "--force", str(tree.resolve()))
+    print(f"hooks {hooks}")
+    print(f"{args.git}: branch {branch} on {args.onto}\n{path}: its description")
+    if not identity:
+        print("not signed off: that is yours to do, with SIGNOFF=1, after your review")
+
+
+def chosen(base: Base, topic: str) -> Path:
+    names = {path.stem: path for path in base.patches()}
+    if topic.removesuffix(".patch") not in names:
+        raise Problem(f"no topic {topic!r}. TOPIC is one of: {', '.join(names)}.")
+    return names[topic.removesuffix(".patch")]
+
+
+def proposed(base: Base, patch: Path) -> dict[str, Any]:
+    """What pull-requests.toml says of a patch.
+
+    Raises:
+        Problem: it says nothing of it, or not all that upstream asks for.
+    """
+    path = base.root / PROPOSALS
+    known = tomllib.loads(path.read_text()) if path.exists() else {}
+    proposal: dict[str, Any] = known.get(patch.stem, {})
+    if missing := {"claims", "not_duplicate"} - proposal.keys():
+        raise Problem(
+            f"{PROPOSALS} has no {' and '.join(sorted(missing))} for {patch.stem}: "
+            "upstream asks for both."
+        )
+    return proposal
+
+
+def checked(clone: Path, onto: str, branch: str) -> str:
+    """The commit to start from.
+
+    Raises:
+        Problem: not a clone, no such base, or the branch is there already.
+    """
+    usable = run_git(clone, "rev-parse", "--git-dir")
+    if usable.returncode:
+        why = usable.stderr.strip()
+        raise Problem(f"{clone} is not a git clone (VLLM_GIT=...): {why}")
+    found = run_git(clone, "rev-parse", "-q", "--verify", f"{onto}^{{commit}}")
+    if found.returncode:
+        raise Problem(f"{clone} has no branch, tag or commit {onto!r}: fetch it.")
+    taken = run_git(clone, "rev-parse", "-q", "--verify", f"refs/heads/{branch}")
+    if not taken.returncode:
+        raise Problem(
+            f"{clone} has a branch {branch} already: delete it (git branch -D) or "
+            "choose another name (BRANCH=...)."
+        )
+    if git(clone, "status", "--porcelain"):
+        print(f"{clone} has uncommitted changes: they are left alone")
+    return found.stdout.strip()
+
+
+def submitter(clone: Path) -> tuple[str, str]:
+    """Name and e-mail address of the user's own git identity.
+
+    Raises:
+        Problem: there is none.
+    """
+    found = []
+    for key in ("user.name", "user.email"):
+        value = subprocess.run(
+            ["git", "-C", str(clone), "config", key], capture_output=True, text=True
+        ).stdout.strip()
+        if not value:
+            raise Problem(f"git has no {key} for a sign-off: git config {key} ...")
+        found.append(value)
+    return found[0], found[1]
+
+
+def merge(base: Base, clone: Path, onto: str, patch: Path, tree: Path) -> None:
+    """A worktree whose HEAD is the patch on ``onto``.
+
+    Raises:
+        Problem: a conflict, which stays in the worktree; or nothing is left to do.
+    """
+    again = f"make pr TOPIC={patch.stem}"
+    if tree.exists():
+        if unresolved(tree):
+            files = git(tree, "diff", "--name-only", "--diff-filter=U").split()
+            outcome = Outcome("conflict", tuple(files))
+            raise Problem(conflict_report(tree, patch, outcome, again))
+        parent = run_git(tree, "rev-parse", "-q", "--verify", "HEAD~").stdout.strip()
+        if parent != onto:
+            raise Problem(
+                f"{tree} is left from another run and is not one commit on this base: "
+                "remove that folder to start anew."
+            )
+        return
+    git(clone, "worktree", "prune")
+    git(clone, "worktree", "add", "-q", "--detach", str(tree.resolve()), onto)
+    outcome = Outcome("taken")
+    try:
+        outcome = transplant(base.tree, tree, patch)
+    finally:
+        if outcome.kind == "taken":
+            git(clone, "worktree", "remove", "--force", str(tree.resolve()))
+    if outcome.kind == "taken":
+        raise Problem(f"{patch.name}: the base has these changes already.")
+    if outcome.kind == "conflict":
+        raise Problem(conflict_report(tree, patch, outcome, again))
+
+
+def run_hooks(tree: Path) -> str:
+    """Run upstream's pre-commit hooks on the changed files; what was run, in words.
+
+    One at a time, so that a hook that cannot be fetched does not hide the others.
+
+    Raises:
+        Problem: a hook failed.
+    """
+    path = tree / ".pre-commit-config.yaml"
+    if not path.exists():
+        return "the base has no .pre-commit-config.yaml"
+    config = yaml.safe_load(path.read_text())
+    files = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD").split()
+    passed, failed, absent = [], [], []
+    for repo in config["repos"]:
+        for hook in repo["hooks"]:
+            wanted = any(re.search(hook.get("files", ""), name) for name in files)
+            if not wanted or "pre-commit" not in hook.get("stages", ["pre-commit"]):
+                continue
+            one = config | {"repos": [repo | {"hooks": [hook]}]}
+            code, output = run_hook(tree, one, files)
+            name = hook.get("alias", hook["id"])
+            if code == 0 and "no files to check" not in output:
+                passed.append(name)
+            elif code == 1:
+                failed.append(f"{name}:\n{output}")
+            elif code:
+                absent.append(name)
+    git(tree, "checkout", "-q", "--", ".")
+    said = f"passed: {', '.join(passed) or 'none'}"
+    if absent:
+        said += f"; NOT RUN, could not be fetched: {', '.join(absent)}"
+    if STAND_INS & set(absent):
+        failed += lint(tree, touched_lines(tree))
+        said += " (ruff and clang-format of this project were run on the changed lines)"
+    if failed:
+        raise Problem(
+            "upstream's hooks fail:\n"
+            + "\n".join(failed)
+            + f"\nMend the patch, or the commit in {tree}, and run the command again."
+        )
+    return said
+
+
+def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(config, file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", "pre_commit", "run", "-c", file.name, "--files",
+             *files],
+            cwd=tree, capture_output=True, text=True,
+        )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def check(base: Base, patch: Path) -> str:
+    """What 'make check' says of a patch's tests, without it and with it.
+
+    Raises:
+        Problem: it failed.
+    """
+    script = Path(__file__).with_name("check.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--root", str(base.root), "--base", base.version,
+         patch.name],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise Problem(f"'make check' of {patch.name}: {done.stdout}{done.stderr}")
+    return (
+        f"The tests of this change on vLLM {base.version}, without it and with it, on "
+        "a virtual CUDA device (exact about memory, computes nothing):\n\n"
+        f"```text\n{textwrap.dedent(done.stdout).strip()}\n```\n"
+    )
+
+
+def results(base: Base, proposal: dict[str, Any]) -> str:
+    """The measured runs that belong to a patch.
+
+    Raises:
+        Problem: one is missing.
+    """
+    text = ""
+    for name in proposal.get("results", []):
+        path = base.root / "results" / name
+        if not path.is_file():
+            raise Problem(f"{PROPOSALS} names {path}, which is not there.")
+        text += f"\n```json\n{path.read_text().strip()}\n```\n"
+    return text
+
+
+def sign(tree: Path, identity: tuple[str, str]) -> None:
+    """Make the submitter the author, with sign-off; the patch's author is named."""
+    name, address = identity
+    subprocess.run(
+        ["git", "-C", str(tree), "-c", f"user.name={name}", "-c",
+         f"user.email={address}", "commit", "-q", "--amend", "--no-edit",
+         "--no-verify", "--reset-author",
+         "--trailer", f"Co-authored-by: {IDENTITY[0]} <{IDENTITY[1]}>",
+         "--trailer", f"Signed-off-by: {name} <{address}>"],
+        check=True,
+    )  # fmt: skip
+
+
+def description(tree: Path, proposal: dict[str, Any], measured: str, hooks: str) -> str:
+    """Upstream's template, filled in.
+
+    Raises:
+        Problem: the template has other sections than we know.
+    """
+    body = git(tree, "show", "-s", "--format=%b")
+    overview, *details = paragraphs(without_trailers(body))
+    changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
+    tests = [name for name in changed.split() if name.startswith("tests/")]
+    sections = {
+        "Overview": overview,
+        "Claims": "\n".join(f"- {claim}" for claim in proposal["claims"]),
+        "Validation": f"{measured.strip()}\n\n"
+        + (f"To repeat them: `pytest {' '.join(tests)}`.\n\n" if tests else "")
+        + f"pre-commit on the changed files: {hooks}.",
+        "Details": "\n\n".join(details)
+        + f"\n\n**Not a duplicate.** {proposal['not_duplicate']}\n\n"
+        "**AI assistance** was used for this change.",
+    }
+    template = (tree / TEMPLATE).read_text() if (tree / TEMPLATE).exists() else ""
+    for title, text in sections.items():
+        template, found = re.subn(
+            rf"(^## {title}\n)(\s*<!--.*?-->)?\s*",
+            lambda match, text=text: f"{match[1]}\n{text}\n\n",  # type: ignore[misc]
+            template,
+            flags=re.M | re.S,
+        )
+        if not found:
+            raise Problem(
+                f"{TEMPLATE} of the base has no section {title!r}: upstream changed "
+                "it, and scripts/pr.py must follow."
+            )
+    return template.replace("- [ ] AI assistance was", "- [x] AI assistance was")
+
+
+def without_trailers(body: str) -> str:
+    return re.sub(r"(\n[A-Z][A-Za-z-]+: .*)+\s*$", "", "\n" + body.strip()).strip()
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs of a commit message, each in one line: GitHub breaks at each end."""
+    return [
+        re.sub(r"\n(?!- |\s*\d+\. )\s*", " ", part.strip())
+        for part in re.split(r"\n\s*\n", text)
+        if part.strip()
+    ]
+
+
+if __name__ == "__main__":
+    command(main)

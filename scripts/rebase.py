@@ -1,0 +1,181 @@
+"""Start the series for another vLLM release from the current one.
+
+Patches are merged three-way onto that release. What upstream has taken is named and
+left out. A conflict is left in build/ to be resolved; the command goes on when it is
+run again. With --check every patch is tried, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from check import own_tests, touched_lines
+from series import (
+    BASE_REF,
+    NAMES_REF,
+    Base,
+    Outcome,
+    Problem,
+    command,
+    conflict_report,
+    export,
+    git,
+    locked,
+    published,
+    run_git,
+    scratch,
+    transplant,
+    unresolved,
+)
+from source import start
+
+SAID = {
+    "applies": "applies",
+    "merged": "merged into changed surroundings",
+    "resolved": "resolved by hand",
+    "taken": "upstream has it: left out",
+    "skipped": "skipped by hand: left out",
+    "conflict": "conflicts",
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", required=True, help="vLLM release to move to")
+    parser.add_argument("--check", action="store_true", help="report, write nothing")
+
+
+def main(args: argparse.Namespace) -> None:
+    old = Base.load(args.root, args.base)
+    target = args.root / f"patches/v{args.to}"
+    if target.exists() and not args.check:
+        raise Problem(f"{target} is there already: move it away to start anew.")
+    with locked(args.root):
+        if args.check:
+            with scratch(args.root / "build", "rebase") as folder:
+                survey(old, begin(old, args.to, folder / "new"))
+            return
+        folder = args.root / f"build/rebase-{args.to}"
+        if not folder.exists():
+            with scratch(args.root / "build", "rebase") as part:
+                begin(old, args.to, part / "new")
+                (part / "new").rename(folder)
+        new = Base.load(folder, args.to)
+        for patch in old.patches():
+            move(old, new, patch)
+        patches = export(new.tree)
+        for name, content in patches.items():
+            (new.folder / name).write_bytes(content)
+        (new.folder / "series").write_text("".join(f"{name}\n" for name in patches))
+        unpatched_tests(replace(new, root=args.root), new.tree)
+        new.folder.rename(target)
+        shutil.rmtree(folder)
+        print(
+            f"{target}: {len(patches)} patches. Review base.toml (the hashes are the "
+            f"package index's), then 'make check BASE={args.to}'."
+        )
+
+
+def begin(old: Base, version: str, folder: Path) -> Base:
+    """The release's pins and source below ``folder``, laid out as a project.
+
+    Raises:
+        Problem: no such release, or one without the wheels that we build.
+    """
+    files = published(version)
+    text = (old.folder / "base.toml").read_text()
+    ends = {".tar.gz": old.sdist} | {f"_{a}.whl": w for a, w in old.wheels.items()}
+    for end, before in ends.items():
+        after = [file for file in files if file.file.endswith(end)]
+        if len(after) != 1:
+            raise Problem(
+                f"vLLM {version} has {len(after)} files like {before.file}: one wanted."
+            )
+        text = text.replace(before.file, after[0].file)
+        text = text.replace(before.sha256, after[0].sha256)
+    text = text.replace(f'version = "{old.version}"', f'version = "{version}"')
+    path = folder / f"patches/v{version}/base.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    new = Base.load(folder, version)
+    start(new, new.tree, None)
+    required = (new.tree / "PKG-INFO").read_text()
+    torch = re.search(r"^Requires-Dist: torch==(\S+)$", required, re.M)
+    if torch:
+        text = text.replace(f'torch = "{old.torch}"', f'torch = "{torch[1]}"')
+        path.write_text(text)
+    return new
+
+
+def survey(old: Base, new: Base) -> None:
+    """Try every patch, leaving out what conflicts."""
+    for patch in old.patches():
+        outcome = transplant(old.tree, new.tree, patch)
+        tell(patch, outcome)
+        if outcome.kind == "conflict":
+            for line in git(new.tree, "diff", "--diff-filter=U", "-U0").splitlines():
+                if line.startswith(("@@@", "+++ ")):
+                    print(f"    {line}")
+            git(new.tree, "am", "--abort")
+
+
+def move(old: Base, new: Base, patch: Path) -> None:
+    """Commit a patch, unless an earlier run did.
+
+    Raises:
+        Problem: a conflict, with what to do about it.
+    """
+    notes = new.root / "outcomes.json"
+    outcomes = json.loads(notes.read_text()) if notes.exists() else {}
+    head = git(new.tree, "rev-parse", "HEAD").strip()
+    if patch.name not in outcomes:
+        run_git(new.tree, "am", "--abort")  # of a run that was killed
+        outcome = transplant(old.tree, new.tree, patch)
+    else:
+        kind, files, before = outcomes[patch.name]
+        outcome = Outcome(kind, tuple(files))
+        if kind == "conflict" and not unresolved(new.tree):
+            outcome = Outcome("resolved" if head != before else "skipped")
+    outcomes[patch.name] = (outcome.kind, outcome.files, head)
+    notes.write_text(json.dumps(outcomes))
+    if outcome.kind == "conflict":
+        again = f"make rebase TO={new.version}"
+        raise Problem(conflict_report(new.tree, patch, outcome, again))
+    tell(patch, outcome)
+    if outcome.kind in ("applies", "merged", "resolved"):
+        note = ("add", "-f", "-m", patch.name, "HEAD")
+        git(new.tree, "notes", f"--ref={NAMES_REF}", *note)
+
+
+def tell(patch: Path, outcome: Outcome) -> None:
+    print(f"{patch.name}: {SAID[outcome.kind]}")
+    for name in outcome.files:
+        already = (
+            "" if outcome.kind == "conflict" else ": its changes are there already"
+        )
+        print(f"  {name}{already}")
+
+
+def unpatched_tests(base: Base, tree: Path) -> None:
+    """Say which patches' tests fail without them on this release, and which not."""
+    environment = f".venv-vllm-{base.version}"
+    if not (base.root / environment / "bin/python").exists():
+        print(
+            f"not run: which tests still fail unpatched. It needs {environment} "
+            f"(requirements/vllm-{base.version}.txt, 'make {environment}/ready')."
+        )
+        return
+    for commit in git(tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split():
+        git(tree, "checkout", "-q", "-B", "check", commit)
+        print(git(tree, "show", "-s", "--format=%s").strip())
+        with scratch(base.root / "build", "unpatched") as folder:
+            for fault in own_tests(base, tree, touched_lines(tree), folder):
+                print(f"  {fault}")
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,437 @@
+"""An installed vLLM becomes the patched one and the official one again, or stays."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import INFO, SCRIPTS, Project, new_project, write_wheel
+
+ARCH = os.uname().machine
+OURS = "vllm-1.2.3+envelope.3.dist-info"
+# Ends the process by SIGKILL before its nth change of a file or folder.
+KILLER = """\
+import os, sys
+left = int(os.environ["KILL_BEFORE"])
+def count(event, arguments):
+    global left
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & 3
+    if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), 9)
+sys.addaudithook(count)
+"""
+
+
+@dataclass
+class Installed:
+    """A virtual environment with vLLM, and the overlay for it."""
+
+    python: Path
+    overlay: Path
+
+    @property
+    def site(self) -> Path:
+        (site,) = self.python.parents[1].glob("lib/python*/site-packages")
+        return site
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [self.python, self.overlay, *arguments],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def ok(self, *arguments: str) -> str:
+        code, out, error = self.run(*arguments)
+        assert code == 0, error
+        return out
+
+    def fails(self, *arguments: str) -> str:
+        code, _, error = self.run(*arguments)
+        assert code == 1
+        assert "Traceback" not in error
+        return error
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(self.site)): path.read_bytes()
+            for path in sorted(self.site.rglob("*"))
+            if not path.is_dir()
+        }
+
+    def tree(self) -> dict[str, object]:
+        """What a revert must bring back: contents, modes, folders, and the times
+        of modules, which bytecode is checked against."""
+        return {
+            str(path.relative_to(self.site)): (
+                path.is_dir() or path.read_bytes(),
+                path.stat().st_mode,
+                path.suffix == ".py" and path.stat().st_mtime_ns,
+            )
+            for path in sorted(self.site.rglob("*"))
+        }
+
+    def sources(self) -> dict[str, bytes]:
+        """Without bytecode, which holds the time of the install."""
+        return {n: c for n, c in self.files().items() if not n.endswith(".pyc")}
+
+    def write(self, name: str, content: bytes) -> None:
+        (self.site / name).unlink()  # installers may have linked it to their cache
+        (self.site / name).write_bytes(content)
+
+
+def install_wheel(python: Path, wheel: Path, *options: str) -> None:
+    uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps"]
+    command = [*uv, "--link-mode=copy", "-p", str(python), *options, str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def built(index: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with the wheel and the overlay of three patches.
+
+    One replaces a module, one adds and deletes one, one changes native code.
+    """
+    project = new_project(index, tmp_path_factory.mktemp("overlay"))
+    project.ok("source")
+    project.commit("[Core] Halve", vllm__budget_py="def requested(total):\n    pass\n")
+    project.commit("[Core] Move", vllm__gone_py=None, vllm__come_py="HERE = 1\n")
+    project.commit("[Build] Mend", **{"csrc__native.cpp": "int answer = 42;\n"})
+    project.ok("export")
+    make_overlay(project)
+    return project
+
+
+def make_overlay(project: Project, arch: str = ARCH) -> Path:
+    project.ok("build_wheel", "--arch", arch)
+    project.ok("overlay", "--arch", arch)
+    (overlay,) = (project.root / "dist").glob(f"*-overlay-{arch}.pyz")
+    return overlay
+
+
+@pytest.fixture
+def make(
+    built: Project, index: tuple[str, Path], tmp_path: Path
+) -> Callable[..., Installed]:
+    """Makes an environment with a wheel (the official one), and takes the overlay."""
+    (official,) = index[1].glob(f"*_{ARCH}.whl")
+    (overlay,) = (built.root / "dist").glob(f"*-overlay-{ARCH}.pyz")
+
+    def made(*options: str, wheel: Path = official, name: str = "env") -> Installed:
+        python = tmp_path / name / "bin/python"
+        venv = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / name)]
+        subprocess.run(venv, check=True)
+        uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps"]
+        uv += ["--link-mode=copy", "-p", str(python), *options, str(wheel)]
+        subprocess.run(uv, check=True, capture_output=True)
+        return Installed(python, overlay)
+
+    return made
+
+
+@pytest.fixture
+def official(make: Callable[..., Installed]) -> Installed:
+    return make("--compile-bytecode")
+
+
+def record(files: dict[str, bytes], info: str) -> dict[str, list[str]]:
+    rows = csv.reader(files.pop(f"{info}/RECORD").decode().splitlines())
+    return {name: row for name, *row in rows}
+
+
+def test_install_gives_the_patched_wheel_and_revert_the_official_one(
+    make: Callable[..., Installed], built: Project
+) -> None:
+    official = make()
+    before = official.tree()
+    assert "5 files" in official.ok("install")
+    patched = make(wheel=built.wheel(ARCH, 3), name="patched").files()
+    ours = official.files()
+    theirs_rows, our_rows = record(patched, OURS), record(ours, OURS)
+    kept = {name for name in ours if "/envelope/" in name}
+    written_by_uv = {f"{OURS}/{n}" for n in ("REQUESTED", "direct_url.json",
+                                             "uv_cache.json")}  # fmt: skip
+    for name in ours.keys() | patched.keys():
+        if name not in kept | written_by_uv:
+            assert ours[name] == patched[name], name
+    assert {n: r for n, r in our_rows.items() if n not in kept | written_by_uv} == {
+        n: r for n, r in theirs_rows.items() if n not in written_by_uv
+    }
+    assert kept < our_rows.keys()
+    official.ok("revert")
+    assert official.tree() == before
+
+
+def test_bytecode_is_compiled_as_it_was(official: Installed) -> None:
+    tag = f"{sys.implementation.cache_tag}.pyc"
+    cache = official.site / "vllm/__pycache__"
+    other = cache / "budget.cpython-39.pyc"
+    other.write_bytes(b"of another Python")
+    (cache / f"_version.{tag}").unlink()
+    before = official.tree()
+    official.ok("install")
+    assert {path.name for path in cache.iterdir()} == {
+        f"__init__.{tag}", f"budget.{tag}", f"come.{tag}", f"plan.{tag}",
+    }  # fmt: skip
+    stamp = int((official.site / "vllm/budget.py").stat().st_mtime)
+    header = (cache / f"budget.{tag}").read_bytes()[4:12]
+    assert header == bytes(4) + stamp.to_bytes(4, "little")
+    script = "import vllm.budget as b; print(b.__cached__, b.requested(2))"
+    command = [str(official.python), "-B", "-c", script]
+    assert subprocess.check_output(command, text=True) == (
+        f"{cache / f'budget.{tag}'} None\n"
+    )
+    # What Python writes on import afterwards does not outlive the revert.
+    (cache / f"_version.{tag}").write_bytes(b"stale")
+    official.ok("revert")
+    assert official.tree() == before
+
+
+@pytest.mark.parametrize("mode", ["CHECKED_HASH", "UNCHECKED_HASH"])
+def test_bytecode_keeps_its_invalidation_mode(official: Installed, mode: str) -> None:
+    pyc = official.site / f"vllm/__pycache__/budget.{sys.implementation.cache_tag}.pyc"
+    source = official.site / "vllm/budget.py"
+    command = f"import py_compile as p; p.compile({str(source)!r}, " \
+              f"invalidation_mode=p.PycInvalidationMode.{mode})"  # fmt: skip
+    subprocess.run([official.python, "-c", command], check=True)
+    flags = pyc.read_bytes()[4:8]
+    assert flags != bytes(4)
+    official.ok("install")
+    assert pyc.read_bytes()[4:8] == flags
+
+
+def test_status_says_what_is_there(official: Installed) -> None:
+    assert "vLLM 1.2.3 in" in official.ok("status")
+    assert "no overlay" in official.ok("status")
+    official.ok("install")
+    assert "vLLM 1.2.3+envelope.3 in" in official.ok("status")
+    assert "already installed" in official.ok("install")
+    official.write("vllm/budget.py", b"mine\n")
+    assert "files were changed: vllm/budget.py" in official.fails("status")
+    before = official.tree()
+    assert "changed since the overlay was installed: vllm/budget.py" in (
+        official.fails("revert")
+    )
+    assert official.tree() == before
+
+
+def test_damaged_official_files_are_not_put_back(official: Installed) -> None:
+    official.ok("install")
+    kept = f"{OURS}/envelope/official/vllm/budget.py"
+    official.write(kept, b"damaged")
+    before = official.tree()
+    error = official.fails("revert")
+    assert f"kept official files are damaged: {kept}" in error
+    assert official.tree() == before
+
+
+def test_uninstalling_vllm_leaves_nothing_behind(official: Installed) -> None:
+    official.ok("install")
+    uv = [sys.executable, "-m", "uv", "pip", "uninstall", "-q", "-p"]
+    subprocess.run([*uv, official.python, "vllm"], check=True)
+    assert not [p for p in official.site.iterdir() if "vllm" in p.name]
+
+
+WRONG = {
+    "foreign": ("vllm/budget.py", b"mine\n", "vllm/budget.py is not the official file"),
+    "missing": ("vllm/budget.py", None, "vllm/budget.py is missing"),
+    "unexpected": ("vllm/come.py", b"mine\n", "vllm/come.py should not be there"),
+    "already patched": ("vllm/come.py", b"HERE = 1\n", "vllm/come.py is already"),
+    "built elsewhere": ("vllm/native.abi3.so", b"other", "--other-build accepts"),
+    "no RECORD": (f"{INFO}/RECORD", None, "RECORD is missing"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_file_that_is_not_official_is_named(official: Installed, what: str) -> None:
+    name, content, message = WRONG[what]
+    (official.site / name).unlink(missing_ok=True)
+    if content is not None:
+        (official.site / name).write_bytes(content)
+    before = official.tree()
+    assert message in official.fails("install")
+    assert official.tree() == before
+
+
+def test_another_build_of_the_release_can_be_accepted(
+    make: Callable[..., Installed], index: tuple[str, Path], tmp_path: Path
+) -> None:
+    wheel = tmp_path / f"vllm-1.2.3-cp38-abi3-linux_{ARCH}.whl"
+    write_wheel(wheel, native=b"built by someone else")
+    env = make(wheel=wheel)
+    assert "vllm/native.abi3.so is not the official file" in env.fails("install")
+    before = env.tree()
+    env.ok("install", "--other-build")
+    env.ok("revert")
+    assert env.tree() == before
+    env.write("vllm/native.abi3.so", b"changed afterwards")
+    assert "native.abi3.so is not" in env.fails("install", "--other-build")
+
+
+@pytest.mark.parametrize("version", ["1.2.4", "1.2.3+envelope.3"])
+def test_another_version_is_refused(official: Installed, version: str) -> None:
+    metadata = (official.site / INFO / "METADATA").read_bytes()
+    changed = metadata.replace(b"Version: 1.2.3", f"Version: {version}".encode())
+    official.write(f"{INFO}/METADATA", changed)
+    before = official.tree()
+    error = official.fails("install")
+    assert f"for vLLM 1.2.3, {version} was found" in error
+    assert "no overlay" in official.fails("revert")
+    assert official.tree() == before
+
+
+def test_an_environment_without_vllm(official: Installed) -> None:
+    shutil.rmtree(official.site / INFO)
+    assert f"not installed for {official.python}" in official.fails("install")
+
+
+def test_a_second_overlay_is_refused(
+    official: Installed, built: Project, tmp_path: Path
+) -> None:
+    official.ok("install")
+    shutil.copytree(built.root, tmp_path / "project")
+    project = Project(tmp_path / "project", built.environment)
+    project.commit("[Core] Once more", vllm__budget_py="LATER = 1\n")
+    project.ok("export")
+    official.overlay = make_overlay(project)
+    before = official.tree()
+    error = official.fails("install")
+    assert "another overlay (1.2.3+envelope.3) is installed" in error
+    assert official.tree() == before
+    official.ok("revert")
+    assert "1.2.3+envelope.4 installed" in official.ok("install")
+
+
+def test_two_at_once(official: Installed) -> None:
+    before = official.tree()
+    folder = os.open(official.site / "vllm", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    for command in ("install", "status", "revert"):
+        assert "another overlay is at work" in official.fails(command)
+    os.close(folder)
+    assert official.tree() == before
+
+
+def test_a_read_only_environment(official: Installed) -> None:
+    before = official.tree()
+    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", script, str(official.site),
+               str(official.python), str(official.overlay)]  # fmt: skip
+    for what, message in (("install", "cannot be written"), ("status", "")):
+        done = subprocess.run([*command, what], capture_output=True, text=True)
+        assert done.returncode == bool(message), done.stderr
+        assert message in done.stderr
+    assert official.tree() == before
+
+
+def test_a_full_disk_changes_nothing(official: Installed) -> None:
+    """Writing fails from the first byte over 256, as on a full disk."""
+    before = official.tree()
+    command = ["prlimit", "--fsize=256", str(official.python), str(official.overlay)]
+    done = subprocess.run([*command, "install"], capture_output=True, text=True)
+    assert done.returncode == 1 and "Nothing was changed" in done.stderr
+    assert official.tree() == before
+
+
+@pytest.mark.parametrize("command", ["install", "revert"])
+def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -> None:
+    """The next command finds all done or nothing, never a part."""
+    (tmp_path / "killer").mkdir()
+    (tmp_path / "killer/sitecustomize.py").write_text(KILLER)
+    killer = {"PYTHONPATH": str(tmp_path / "killer"), "PYTHONDONTWRITEBYTECODE": "1"}
+    released = official.tree()
+    official.ok("install")
+    patched = official.sources()
+    if command == "install":
+        official.ok("revert")
+    opposite = "revert" if command == "install" else "install"
+    interrupted = 0
+    for step in range(1, 500):
+        code, _, error = official.run(command, **killer, KILL_BEFORE=str(step))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, error
+        # The same command again or its opposite, whichever: back to the start.
+        shown = official.run(*([command] if step % 2 else [opposite]))[1]
+        interrupted += "was undone first" in shown
+        if step % 2:
+            official.ok(opposite)
+        if command == "install":
+            assert official.tree() == released
+        else:
+            assert official.sources() == patched
+    assert code == 0 and step > 40 and interrupted > 20
+
+
+def test_an_error_at_any_step_is_undone(official: Installed, tmp_path: Path) -> None:
+    (tmp_path / "error").mkdir()
+    failing = KILLER.replace(
+        "os.kill(os.getpid(), 9)",
+        "print('injected', file=sys.stderr); raise OSError(5, 'I/O error')",
+    )
+    (tmp_path / "error/sitecustomize.py").write_text(failing)
+    path = {"PYTHONPATH": str(tmp_path / "error"), "PYTHONDONTWRITEBYTECODE": "1"}
+    before = official.tree()
+    undone = 0
+    for step in range(1, 500):
+        code, _, error = official.run("install", **path, KILL_BEFORE=str(step))
+        if "injected" not in error:
+            break
+        if code == 0:  # it did not matter
+            official.ok("status")
+            official.ok("revert")
+        else:
+            assert "I/O error" in error
+            if "Run it again" in error:
+                official.run("revert")
+            else:
+                assert "Nothing was changed" in error
+            undone += 1
+        assert official.tree() == before
+    assert code == 0 and undone > 30
+
+
+def test_the_overlay_is_the_same_each_time(built: Project) -> None:
+    (overlay,) = (built.root / "dist").glob(f"*-overlay-{ARCH}.pyz")
+    first = overlay.read_bytes()
+    assert make_overlay(built).read_bytes() == first
+
+
+def test_the_installer_needs_python_3_10_and_its_library_alone() -> None:
+    source = (SCRIPTS / "overlay_installer.py").read_text()
+    imports = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in ast.walk(ast.parse(source, feature_version=(3, 10)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    names = {name.partition(".")[0] for name in imports}
+    assert names <= sys.stdlib_module_names - {"tomllib"}
+
+
+def test_an_overlay_needs_the_wheel(patched: Project) -> None:
+    assert "'make wheel ARCH=aarch64' first" in (
+        patched.fails("overlay", "--arch", "aarch64")
+    )
+
+
+def test_an_overlay_for_the_other_architecture(
+    official: Installed, built: Project
+) -> None:
+    other = "aarch64" if ARCH == "x86_64" else "x86_64"
+    official.overlay = make_overlay(built, other)
+    assert f"for {other}, this is {ARCH}" in official.fails("install")

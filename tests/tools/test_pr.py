@@ -1,0 +1,396 @@
+"""A pull request is a branch in the user's clone and a text, or nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from conftest import OLDER, SCRIPTS, SOURCES, Project
+
+ROOT = SCRIPTS.parent
+TOPIC = "halve-what-is-requested"
+TEMPLATE = """\
+## Overview
+
+<!-- Summarize. -->
+
+## Claims
+
+## Validation
+
+<!-- Show
+evidence. -->
+
+## Details
+
+- [ ] AI assistance was used during the creation of this PR.
+- [ ] Another point.
+"""
+HOOKS = """\
+repos:
+- repo: local
+  hooks:
+  - {id: no-quarter, name: no quarter, language: pygrep, entry: total // 4}
+  - {id: only-rust, name: rust, language: system, entry: "false", types: [rust]}
+  - {id: only-docs, name: docs, language: system, entry: "false", files: ^docs/}
+  - {id: late, name: late, language: system, entry: "false", stages: [commit-msg]}
+- repo: file:///nowhere/ruff-pre-commit
+  rev: v0.14.0
+  hooks: [{id: ruff-check}]
+"""
+PROPOSAL = f"""\
+[{TOPIC}]
+claims = ["Half is asked for.", "It fits."]
+not_duplicate = "#1 asks for less, not for half."
+results = ["half.json"]
+"""
+BODY = """\
+A device of 8 GiB
+runs out of memory.
+
+Root cause: all is asked for.
+
+- one reason, which
+  takes two lines
+- another
+
+Reported in #1."""
+
+EXPECTED = """\
+## Overview
+
+A device of 8 GiB runs out of memory.
+
+## Claims
+
+- Half is asked for.
+- It fits.
+
+## Validation
+
+8 GiB before, 4 GiB after
+
+```json
+{"used": 4}
+```
+
+To repeat them: `pytest tests/test_budget.py`.
+
+pre-commit on the changed files: passed: no-quarter; NOT RUN, could not be fetched: \
+ruff-check (ruff and clang-format of this project were run on the changed lines).
+
+## Details
+
+Root cause: all is asked for.
+
+- one reason, which takes two lines
+- another
+
+Reported in #1.
+
+**Not a duplicate.** #1 asks for less, not for half.
+
+**AI assistance** was used for this change.
+
+- [x] AI assistance was used during the creation of this PR.
+- [ ] Another point.
+"""
+
+
+class Clone:
+    """A clone of upstream: branches main and older, tags of both releases."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        self.git("init", "-q", "-b", "main")
+        for version, sources in (("1.2.2", OLDER), ("1.2.3", SOURCES)):
+            extra = {"PULL_REQUEST_TEMPLATE.md": TEMPLATE}
+            files = sources | {f".github/{n}": t for n, t in extra.items()}
+            for name, text in (files | {".pre-commit-config.yaml": HOOKS}).items():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                (path / name).write_text(text)
+            self.git("add", "-A", "-f")
+            self.git("commit", "-q", "-m", version)
+            self.git("tag", f"v{version}")
+
+    def git(self, *arguments: str) -> str:
+        identity = ("-c", "user.name=Upstream", "-c", "user.email=up@stream")
+        return subprocess.check_output(
+            ["git", "-C", self.path, *identity, *arguments], text=True
+        )
+
+    def state(self) -> tuple[str, ...]:
+        refs = self.git("for-each-ref")
+        return refs, self.git("status", "--porcelain"), self.git("worktree", "list")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path / "clone")
+
+
+@pytest.fixture
+def topic(project: Project, tmp_path: Path) -> Project:
+    project.ok("source")
+    halved = "def requested(total):\n    return total // 2\n"
+    (project.tree / "tests").mkdir()
+    project.commit(
+        f"[Core] Halve what is requested\n\n{BODY}",
+        tests__test_budget_py="def test_it():\n    pass\n",
+        vllm__budget_py=halved,
+        vllm__plan_py=SOURCES["vllm/plan.py"].replace("e = 1", "e = 2"),
+    )
+    project.ok("export")
+    (project.root / "patches/pull-requests.toml").write_text(PROPOSAL)
+    (project.root / "results").mkdir()
+    (project.root / "results/half.json").write_text('{"used": 4}\n')
+    (tmp_path / "measured").write_text("8 GiB before, 4 GiB after\n")
+    config = tmp_path / "gitconfig"
+    config.write_text("[user]\nname = Some One\nemail = some@one\n")
+    project.environment["GIT_CONFIG_GLOBAL"] = str(config)
+    project.environment["PRE_COMMIT_HOME"] = str(tmp_path / "pre-commit")
+    return project
+
+
+def arguments(clone: Path, *more: str, topic: str = TOPIC) -> tuple[str, ...]:
+    measured = str(clone.parent / "measured")
+    fixed = ("--topic", topic, "--git", str(clone), "--validation", measured)
+    return "pr", *fixed, *more
+
+
+def test_a_branch_and_its_description(topic: Project, clone: Clone) -> None:
+    (clone.path / "vllm/gone.py").write_text("work in progress\n")
+    before = clone.state()
+    shown = topic.ok(*arguments(clone.path))
+    assert "has uncommitted changes: they are left alone" in shown
+    assert (
+        "hooks passed: no-quarter; NOT RUN, could not be fetched: ruff-check" in shown
+    )
+    assert "not signed off: that is yours to do" in shown
+    branch = f"envelope/{TOPIC}"
+    assert clone.git("log", "--format=%s|%an", f"main..{branch}") == (
+        "[Core] Halve what is requested|A\n"
+    )
+    assert "total // 2" in clone.git("show", f"{branch}:vllm/budget.py")
+    assert "Signed-off-by" not in clone.git("log", "-1", branch)
+    clone.git("fsck", "--strict")
+    clone.git("branch", "-D", branch)
+    assert clone.state() == before
+    text = (topic.root / f"build/pr-{TOPIC}.md").read_text()
+    assert text == EXPECTED
+
+
+def test_a_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
+    topic.ok(*arguments(clone.path, "--signoff", "--branch", "mine"))
+    assert clone.git("log", "-1", "--format=%an <%ae>%n%(trailers)", "mine") == (
+        "Some One <some@one>\n"
+        "Co-authored-by: vLLM memory envelope <envelope@localhost>\n"
+        "Signed-off-by: Some One <some@one>\n\n"
+    )
+
+
+def test_no_identity_to_sign_off_with(topic: Project, clone: Clone) -> None:
+    topic.environment["GIT_CONFIG_GLOBAL"] = os.devnull
+    topic.environment["GIT_CONFIG_NOSYSTEM"] = "1"
+    before = clone.state()
+    assert "git has no user.name" in topic.fails(*arguments(clone.path, "--signoff"))
+    assert clone.state() == before
+
+
+def test_changed_surroundings_are_merged(topic: Project, clone: Clone) -> None:
+    topic.ok(*arguments(clone.path, "--onto", "v1.2.2"))
+    plan = clone.git("show", f"envelope/{TOPIC}:vllm/plan.py")
+    assert "c = 0\n" in plan and "e = 2\n" in plan
+
+
+def test_a_conflict_is_shown_resolved_and_gone_on_with(
+    topic: Project, clone: Clone
+) -> None:
+    clone.git("checkout", "-q", "-b", "next")
+    (clone.path / "vllm/budget.py").write_text("def requested(total):\n    return 1\n")
+    clone.git("commit", "-q", "-a", "-m", "Ask for one")
+    command = arguments(clone.path, "--onto", "next")
+    for _ in range(2):
+        error = topic.fails(*command)
+        assert f"{TOPIC}.patch conflicts in vllm/budget.py" in error
+        assert "\n +    return 1\n" in error and "\n+     return total // 2\n" in error
+        assert f"make pr TOPIC={TOPIC} again" in error
+    assert "envelope/" not in clone.git("branch")
+    tree = topic.root / f"build/pr-{TOPIC}"
+    assert "is not one commit on this base" not in error
+    (tree / "vllm/budget.py").write_text("def requested(total):\n    return 0\n")
+    subprocess.run(["git", "-C", tree, "add", "-u"], check=True)
+    subprocess.run(
+        ["git", "-C", tree, "am", "--continue"], check=True, env=topic.environment
+    )
+    assert "left from another run" in topic.fails(*arguments(clone.path))
+    topic.ok(*command)
+    assert "return 0" in clone.git("show", f"envelope/{TOPIC}:vllm/budget.py")
+    assert not tree.exists()
+
+
+def test_what_the_base_has_already(topic: Project, clone: Clone) -> None:
+    topic.ok(*arguments(clone.path, "--branch", "first"))
+    before = clone.state()
+    error = topic.fails(*arguments(clone.path, "--onto", "first"))
+    assert "the base has these changes already" in error
+    assert clone.state() == before
+
+
+def test_a_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
+    hooks = HOOKS.replace("total // 4", "total // 2")
+    (clone.path / ".pre-commit-config.yaml").write_text(hooks)
+    clone.git("commit", "-q", "-a", "-m", "Stricter")
+    error = topic.fails(*arguments(clone.path))
+    assert "upstream's hooks fail" in error and "vllm/budget.py:2" in error
+    assert "envelope/" not in clone.git("branch")
+
+
+def test_the_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
+    topic.commit("[Core] Import", vllm__budget_py="import os\n")
+    topic.ok("export")
+    proposals = topic.root / "patches/pull-requests.toml"
+    proposals.write_text(PROPOSAL.replace(TOPIC, "import"))
+    halved = "def requested(total):\n    return total // 2\n"
+    (clone.path / "vllm/budget.py").write_text(halved)
+    clone.git("commit", "-q", "-a", "-m", "Halved")
+    error = topic.fails(*arguments(clone.path, topic="import.patch"))
+    assert "vllm/budget.py:1: F401" in error
+
+
+def test_without_the_measured_output_the_check_is_run(
+    topic: Project, clone: Clone
+) -> None:
+    before = clone.git("for-each-ref")
+    error = topic.fails("pr", "--topic", TOPIC, "--git", str(clone.path))
+    assert f"'make check' of {TOPIC}.patch" in error and "is missing" in error
+    assert clone.git("for-each-ref") == before
+
+
+WRONG = {
+    "topic": (("--topic", "x"), f"no topic 'x'. TOPIC is one of: {TOPIC}"),
+    "base": (("--onto", "v9"), "has no branch, tag or commit 'v9': fetch it"),
+    "clone": (("--git", "/"), "/ is not a git clone (VLLM_GIT=...)"),
+    "branch": (("--branch", "main"), "has a branch main already"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong(topic: Project, clone: Clone, what: str) -> None:
+    more, message = WRONG[what]
+    before = clone.state()
+    assert message in topic.fails(*arguments(clone.path, *more))
+    assert clone.state() == before
+
+
+def test_a_topic_without_a_proposal(topic: Project, clone: Clone) -> None:
+    (topic.root / "patches/pull-requests.toml").write_text(f"[{TOPIC}]\nclaims = []\n")
+    error = topic.fails(*arguments(clone.path))
+    assert f"has no not_duplicate for {TOPIC}" in error
+
+
+def test_a_template_that_changed(topic: Project, clone: Clone) -> None:
+    (clone.path / ".github/PULL_REQUEST_TEMPLATE.md").write_text("## Purpose\n")
+    clone.git("commit", "-q", "-a", "-m", "Another template")
+    error = topic.fails(*arguments(clone.path))
+    assert "no section 'Overview'" in error and "envelope/" not in clone.git("branch")
+
+
+def test_every_patch_of_ours_has_its_proposal() -> None:
+    proposals = (ROOT / "patches/pull-requests.toml").read_text()
+    series = (ROOT / "patches/v0.33.0/series").read_text().split()
+    assert re.findall(r"^\[(.*)\]$", proposals, re.M) == [
+        name.removesuffix(".patch") for name in series
+    ]
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of the source distributions of vLLM 0.32.0 and 0.33.0."""
+    folder = tmp_path_factory.mktemp("upstream")
+    sys.path.append(str(SCRIPTS))
+    from series import Artifact, Base, fetch
+    from test_rebase import PINNED
+
+    older = Artifact("vllm-0.32.0.tar.gz", PINNED)
+    for artifact in (older, Base.load(ROOT, "0.33.0").sdist):
+        version = artifact.file.removeprefix("vllm-").removesuffix(".tar.gz")
+        with tarfile.open(fetch(artifact, version)) as tar:
+            tar.extractall(folder, filter="data")
+        tree = folder / f"vllm-{version}"
+        git = ["git", f"--git-dir={folder}/clone/.git", f"--work-tree={tree}",
+               "-c", "user.name=U", "-c", "user.email=u@u"]  # fmt: skip
+        if not (folder / "clone").exists():
+            subprocess.run(["git", "init", "-q", "-b", "main", folder / "clone"])
+        for command in (["add", "-A", "-f"], ["commit", "-q", "-m", version],
+                        ["tag", f"v{version}"]):  # fmt: skip
+            subprocess.run([*git, *command], check=True)
+    return folder / "clone"
+
+
+@pytest.fixture
+def ours(project: Project) -> Project:
+    """This project's series, building elsewhere."""
+    root = project.root.with_name("ours")
+    root.mkdir()
+    for name in ("patches", "vllm"):
+        (root / name).symlink_to(ROOT / name)
+    return Project(root, os.environ | {"GIT_CONFIG_GLOBAL": os.devnull})
+
+
+FIRST = "treat-every-cumem-allocation-on-its-own"
+
+
+def release(ours: Project, upstream: Path, onto: str, branch: str) -> list[str]:
+    (upstream.parent / "measured").write_text("measured\n")
+    more = ("--onto", onto, "--branch", branch, "--no-hooks", "--base", "0.33.0")
+    return ours.command(*arguments(upstream, *more, topic=FIRST))
+
+
+def test_our_first_topic_on_the_release(ours: Project, upstream: Path) -> None:
+    command = release(ours, upstream, "v0.33.0", "now")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (ours.root / f"build/pr-{FIRST}.md").read_text()
+    assert "#44866 (open) cleans up" in text and "<!-- Summarize" not in text
+    assert text.index("## Claims") < text.index("\nmeasured\n") < text.index("---")
+    assert "- [x] AI assistance was used" in text
+
+
+def test_our_first_topic_on_the_release_before(ours: Project, upstream: Path) -> None:
+    """One hunk conflicts: a test's signature changed beside the new tests."""
+    command = release(ours, upstream, "v0.32.0", "before")
+    done = subprocess.run(command, capture_output=True, text=True)
+    test = "tests/basic_correctness/memory/cumem/test_cumem.py"
+    assert done.returncode == 1 and f"conflicts in {test}:\n" in done.stderr
+    assert done.stderr.count("<<<<<<< ") == 1
+    tree = ours.root / f"build/pr-{FIRST}"
+    marked = (tree / test).read_text()
+    conflict = re.search(r"<<<<<<< .*?\n(.*)=======\n(.*)>>>>>>> .*?\n", marked, re.S)
+    assert conflict is not None
+    theirs, new = conflict.groups()
+    mended = new.replace("def test_basic_cumem(monkeypatch):\n", theirs)
+    (tree / test).write_text(marked.replace(conflict[0], mended))
+    git = ["git", "-C", str(tree), "-c", "user.name=U", "-c", "user.email=u@u"]
+    subprocess.run([*git, "add", "-u"], check=True)
+    subprocess.run([*git, "am", "--continue"], check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
+    show = [
+        "git",
+        "-C",
+        str(upstream),
+        "diff",
+        "--stat",
+        "v0.32.0",
+        "before",
+        "--",
+        "csrc",
+    ]
+    assert "cumem_allocator.cpp" in subprocess.check_output(show, text=True)
+    assert not tree.exists()
