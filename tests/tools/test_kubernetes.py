@@ -37,7 +37,7 @@ def test_it_is_valid() -> None:
 def test_the_limit_fits_into_the_slice(pod: Any) -> None:
     (server,) = pod["containers"]
     limits = server["resources"]["limits"]
-    (gib,) = re.findall(r"--gpu-memory-limit=(\d+)GiB", " ".join(server["args"]))
+    (gib,) = re.findall(r"--gpu-memory-limit-bytes=(\d+)G", " ".join(server["args"]))
     assert limits["nvidia.com/gpu"] == 1
     assert int(gib) << 10 < limits["nvidia.com/gpumem"]
 
