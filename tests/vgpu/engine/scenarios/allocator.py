@@ -30,7 +30,7 @@ from vgpu import control
 MIB = 2**20
 TAGS = ("weights", "kv_cache")
 # Small and large blocks, below and above the split limit; a third of the device.
-SIZES = [1, 4096, MIB, 3 * MIB, 12 * MIB, 20 * MIB, 64 * MIB]
+SIZES = [1, 4096, MIB, 3 * MIB, 12 * MIB, 20 * MIB, 32 * MIB]
 CALLS = ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"]
 SWEEPS = hasattr(device_allocator, "live_pool")
 steps = 0
@@ -183,7 +183,7 @@ def main() -> None:
             Allocator,
             settings=settings(
                 max_examples=case["sequences"],
-                stateful_step_count=30,
+                stateful_step_count=20,
                 deadline=None,
                 derandomize=True,
                 database=None,
