@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import subprocess
 import sys
 import tomllib
@@ -72,6 +73,28 @@ def test_a_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
     assert (series.tree / "vllm/plan.py").read_text() == "resolved = 1\n"
     assert series.git("rev-list", "--count", "HEAD") == "5\n"
     assert old.exists()
+
+
+def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> None:
+    project.ok("source")
+    (project.tree / "tests").mkdir()
+    test = "def test_it():\n    pass\n"
+    files = {"tests__test_one_py": test, "pyproject.toml": ""}
+    project.commit("[Core] One", **files)
+    project.commit("[Core] Two", vllm__gone_py="UNUSED = 2\n")
+    project.ok("export")
+    python = project.root / ".venv-vllm-1.2.2/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    python.chmod(0o755)
+    (project.tree / "pyproject.toml").write_text("")
+    done = project.run("rebase", "--to", "1.2.2")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    patches = project.root / "patches/v1.2.2"
+    assert (patches / "series").read_text().split() == ["one.patch", "two.patch"]
+    for name in ("one.patch", "two.patch"):
+        assert (patches / name).exists()
+    assert not (project.root / "build/rebase-1.2.2").exists()
 
 
 def test_what_upstream_has_is_left_out(series: Project) -> None:
