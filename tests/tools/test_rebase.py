@@ -141,6 +141,9 @@ def test_a_patch_can_be_skipped(series: Project) -> None:
 def test_an_unknown_release(series: Project) -> None:
     assert "has no vLLM 9.9.9" in series.fails("rebase", "--to", "9.9.9")
     assert not (series.root / "build/rebase-9.9.9").exists()
+    series.environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/"
+    error = series.fails("rebase", "--to", "9.9.9")
+    assert "could not look up vLLM 9.9.9" in error and "put the file" not in error
 
 
 def test_a_release_that_is_there(series: Project) -> None:
