@@ -264,7 +264,7 @@ def test_bytecode_of_the_kept_files_is_not_left_behind(
     official = make()
     before = official.sources()
     official.ok("install")
-    compile_all = [official.python, "-m", "compileall", "-q", official.site]
+    compile_all = [str(official.python), "-m", "compileall", "-q", str(official.site)]
     subprocess.run(compile_all, check=True)
     assert list(official.site.glob(f"{OURS}/envelope/official/**/*.pyc"))
     official.ok("revert")
@@ -446,8 +446,9 @@ def test_reinstalled_after_a_kill(
             assert "Remove .vllm-envelope, vllm and vllm-*" in env.fails("install")
             assert env.tree() == before
             refused += 1
-            for path in (".vllm-envelope", "vllm", *env.site.glob("vllm-*.dist-info")):
-                shutil.rmtree(env.site / path)
+            infos = [path.name for path in env.site.glob("vllm-*.dist-info")]
+            for name in (".vllm-envelope", "vllm", *infos):
+                shutil.rmtree(env.site / name)
             install_wheel(env.python, other)
         assert "native.abi3.so is not the official file" in env.fails("install")
         env.ok("install", "--other-build")
