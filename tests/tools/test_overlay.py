@@ -423,8 +423,12 @@ def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -
     assert code == 0 and step > 40 and interrupted > 20
 
 
+@pytest.mark.parametrize("command", ["install", "revert"])
 def test_reinstalled_after_a_kill(
-    make: Callable[..., Installed], index: tuple[str, Path], tmp_path: Path
+    make: Callable[..., Installed],
+    index: tuple[str, Path],
+    tmp_path: Path,
+    command: str,
 ) -> None:
     """The reinstalled files stay; if that left a mixture, what to do is said."""
     (wheel,) = index[1].glob(f"*_{ARCH}.whl")
@@ -433,9 +437,11 @@ def test_reinstalled_after_a_kill(
     write_wheel(other, native=b"reinstalled native code")
     environment = killer(tmp_path / "killer")
     refused = 0
-    for step in range(10, 100, 12):
+    for step in range(10, 200, 12):
         env = make("--compile-bytecode", name=f"env{step}")
-        code, _, error = env.run("install", **environment, KILL_BEFORE=str(step))
+        if command == "revert":
+            env.ok("install")
+        code, _, error = env.run(command, **environment, KILL_BEFORE=str(step))
         assert code in (0, -signal.SIGKILL), error
         if code == 0:
             break
