@@ -30,7 +30,10 @@ def main(args: argparse.Namespace) -> None:
     image = args.image or f"vllm/vllm-openai:v{base.version}"
     tag = args.tag or f"vllm-openai:{base.local_version.replace('+', '-')}"
     builder = shlex.split(args.builder) if args.builder else [found_builder()]
-    arguments = [f"IMAGE={image}"] + ["OTHER_BUILD=1"] * args.other_build
+    if not shutil.which(builder[0]):
+        raise Problem(f"there is no command {builder[0]} (BUILDER=...): install it.")
+    arguments = [f"IMAGE={image}", f"VERSION={base.local_version}"]
+    arguments += ["OTHER_BUILD=1"] * args.other_build
     done = subprocess.run(
         [*builder, "build", "-f", str(REPOSITORY / "docker/Dockerfile"), "-t", tag]
         + [part for argument in arguments for part in ("--build-arg", argument)]

@@ -35,6 +35,8 @@ JOURNAL = f"{WORK}/journal.json"
 NEW = f"{WORK}/new"
 OLD = f"{WORK}/old"
 Moves = list[tuple[str, str]]
+# What a file is, as `mark` gives it, beside each move.
+Journal = list[tuple[str, str, str | None]]
 
 
 class Problem(Exception):
@@ -77,9 +79,9 @@ def main() -> None:
     except Unfinished as error:
         sys.exit(f"error: {error}. Run it again to clear that up.")
     except OSError as error:
-        sys.exit(f"error: {error}. Nothing was changed.")
+        sys.exit(f"error: {error}. 'status' says what is there.")
     except KeyboardInterrupt:
-        sys.exit("error: interrupted. Nothing was changed.")
+        sys.exit("error: interrupted. 'status' says what is there.")
 
 
 def find() -> Path:
@@ -120,8 +122,7 @@ def installed(site: Path, overlay: dict[str, Any]) -> dict[str, Any] | None:
         Problem: another vLLM than this overlay is for.
     """
     for state in site.glob("vllm-*.dist-info/envelope/state.json"):
-        noted: dict[str, Any] = json.loads(state.read_text())
-        return noted
+        return read_state(state)
     version = importlib.metadata.Distribution.at(info(site)).version
     if version != overlay["base"]:
         raise Problem(
@@ -130,6 +131,23 @@ def installed(site: Path, overlay: dict[str, Any]) -> dict[str, Any] | None:
             "overlay for that version."
         )
     return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    try:
+        noted: dict[str, Any] = json.loads(path.read_bytes())
+        if noted.keys() >= {"base", "version", "files"}:
+            return noted
+    except (ValueError, AttributeError):
+        pass
+    raise damaged([str(path)])
+
+
+def damaged(names: list[str]) -> Problem:
+    return Problem(
+        f"the kept files are damaged: {', '.join(names)}. Nothing was changed; "
+        "reinstall the official wheel."
+    )
 
 
 def info(site: Path) -> Path:
@@ -221,7 +239,11 @@ def install(
         moves.append((f"{old_info}/METADATA", f"{kept}/{old_info}/METADATA"))
         moves.append((f"{old_info}/RECORD", f"{OLD}/RECORD"))
         moves += moved_folder(site, old_info, new_info, {"METADATA", "RECORD"})
-        here = {to: sha256_row(site / a) for a, to in moves if to.startswith(kept)}
+        here = {
+            to: hash_row((site / a).read_bytes())
+            for a, to in moves
+            if to.startswith(kept)
+        }
         gone = {a for a, to in moves if to in here} - staged.keys()
         new_rows = write_record(rows, old_info, new_info, staged, here, gone)
         stage(site, f"{new_info}/RECORD", new_rows, staged)
@@ -275,31 +297,35 @@ def revert(site: Path) -> str:
     (state, *_) = (*site.glob("vllm-*.dist-info/envelope/state.json"), None)
     if state is None:
         raise Problem(f"there is no overlay in {site}.")
-    noted = json.loads(state.read_text())
+    noted = read_state(state)
     new_info, old_info = state.parent.parent.name, f"vllm-{noted['base']}.dist-info"
-    kept = state.parent / "official"
+    envelope = f"{new_info}/envelope"
     if changed := changed_files(site, noted["files"]):
         raise Problem(
             f"changed since the overlay was installed: {', '.join(changed)}. Nothing "
             "was changed; save your work and reinstall the official wheel."
         )
     rows = read_record(site, new_info)
-    backups = {str(p.relative_to(site)): p for p in kept.rglob("*") if not p.is_dir()}
-    if damaged := [n for n, p in backups.items() if rows.get(n) != sha256_row(p)]:
-        raise Problem(
-            f"the kept official files are damaged: {', '.join(damaged)}. Nothing was "
-            "changed; reinstall the official wheel."
-        )
+    kept = {name for name in rows if name.startswith(f"{envelope}/")}
+    kept |= {f"{envelope}/RECORD.gz", f"{envelope}/state.json"}
+    if wrong := [n for n in sorted(kept) if rows.get(n, []) != sha256_row(site / n)]:
+        raise damaged(wrong)
     moves: Moves = []
     for name, digest in noted["files"].items():
         for path in ([name] if digest else []) + bytecode(site, name):
             moves.append((path, f"{OLD}/{path}"))
-    for name, path in sorted(backups.items()):
-        moves.append((name, str(path.relative_to(kept))))
+    for name in sorted(kept):
+        official = name.removeprefix(f"{envelope}/official/")
+        moves.append((name, f"{OLD}/{name}" if official == name else official))
+    # Bytecode of the kept files, say: nobody else will remove it.
+    for path in sorted(state.parent.rglob("*")):
+        name = str(path.relative_to(site))
+        if not path.is_dir() and name not in kept:
+            moves.append((name, f"{OLD}/{name}"))
     with staging(site):
         record = gzip.decompress((state.parent / "RECORD.gz").read_bytes())
         stage(site, f"{old_info}/RECORD", record, {}, like=f"{new_info}/RECORD")
-        for name in ("METADATA", "RECORD", "envelope/RECORD.gz", "envelope/state.json"):
+        for name in ("METADATA", "RECORD"):
             moves.append((f"{new_info}/{name}", f"{OLD}/{name}"))
         moves += moved_folder(site, new_info, old_info, {"METADATA", "RECORD"})
         moves.append((f"{NEW}/{old_info}/RECORD", f"{old_info}/RECORD"))
@@ -330,6 +356,9 @@ def staging(site: Path) -> Iterator[None]:
     try:
         (site / NEW).mkdir(parents=True)
         yield
+    except OSError as error:
+        undo(site)
+        raise Problem(f"{error}. Nothing was changed.") from error
     finally:
         undo(site)
 
@@ -342,12 +371,12 @@ def carry_out(site: Path, moves: Moves) -> None:
     """Move every file, or none, however this ends."""
     journal = site / JOURNAL
     with journal.with_suffix(".part").open("w") as file:
-        json.dump(moves, file)
+        json.dump([(*move, mark(site / move[0])) for move in moves], file)
         file.flush()
         os.fsync(file.fileno())
     journal.with_suffix(".part").rename(journal)
     for source, target in moves:
-        (site / target).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(site, (site / target).parent)
         (site / source).rename(site / target)
     prune(site, [source for source, _ in moves])
     journal.unlink()
@@ -358,6 +387,7 @@ def undo(site: Path) -> bool:
 
     Raises:
         Unfinished: the file system refused.
+        Problem: vLLM was reinstalled in between.
     """
     journal = site / JOURNAL
     unfinished = journal.exists()
@@ -372,15 +402,60 @@ def undo(site: Path) -> bool:
     return unfinished
 
 
-def put_back(site: Path, moves: Moves) -> None:
-    for source, target in reversed(moves):
-        # Python may write bytecode again where it was moved away, but not here.
-        ours = source.startswith(WORK) or "/envelope/" in source
-        missing = not os.path.lexists(site / source)
-        if missing if ours else os.path.lexists(site / target):
-            (site / source).parent.mkdir(parents=True, exist_ok=True)
+def put_back(site: Path, journal: Journal) -> None:
+    for source, target, _ in reversed(journal[: moved(site, journal)]):
+        if os.path.lexists(site / target):
+            make_folder(site, (site / source).parent)
             (site / target).replace(site / source)
-    prune(site, [target for _, target in moves])
+    prune(site, [target for _, target, _ in journal])
+
+
+def moved(site: Path, journal: Journal) -> int:
+    """How many of the moves were made: that many explain every file that is there.
+
+    Raises:
+        Problem: no number does.
+    """
+    wanted: dict[str, str | None] = {}
+    for source, target, content in journal:
+        wanted.setdefault(source, content)
+        wanted.setdefault(target, None)
+    # Python may write bytecode again where it was moved away, but not in our folders.
+    found = {
+        name: mark(site / name)
+        for name in wanted
+        if not name.endswith(".pyc") or name.startswith(WORK) or "/envelope/" in name
+    }
+    for count, (source, target, moving) in enumerate([*journal, ("", "", None)]):
+        if all(wanted[name] == content for name, content in found.items()):
+            return count
+        wanted |= {source: None, target: moving}
+    raise Problem(
+        f"vLLM in {site} was changed or reinstalled after an install or revert was "
+        f"interrupted there. Remove {WORK}, vllm and vllm-*.dist-info in that folder, "
+        "then install the official wheel."
+    )
+
+
+def mark(path: Path) -> str | None:
+    """A file's hash, for bytecode only that it is there, or None."""
+    if path.suffix == ".pyc":
+        return "bytecode" if os.path.lexists(path) else None
+    return sha256(path)
+
+
+def make_folder(site: Path, folder: Path) -> None:
+    """With the owner and mode of the package, whoever runs this."""
+    if not folder.is_dir():
+        make_folder(site, folder.parent)
+        folder.mkdir()
+        own(folder, site / "vllm")
+
+
+def own(path: Path, model: Path) -> None:
+    shutil.copymode(model, path)
+    if os.geteuid() == 0:
+        os.chown(path, model.stat().st_uid, model.stat().st_gid)
 
 
 def prune(site: Path, names: Iterable[str]) -> None:
@@ -404,10 +479,7 @@ def stage(
     model = site / (like or name)
     if not model.exists():
         model = site / "vllm/__init__.py"
-    shutil.copymode(model, path)
-    if os.geteuid() == 0:
-        owner = model.stat()
-        os.chown(path, owner.st_uid, owner.st_gid)
+    own(path, model)
     staged[name] = content
 
 
@@ -449,9 +521,7 @@ def compile_like(site: Path, name: str, pyc: str, init: list[str]) -> bool:
         optimize=level,
         invalidation_mode=py_compile.PycInvalidationMode[mode],
     )
-    shutil.copymode(model, target)
-    if os.geteuid() == 0:
-        os.chown(target, model.stat().st_uid, model.stat().st_gid)
+    own(target, model)
     return True
 
 
@@ -501,8 +571,8 @@ def hash_row(content: bytes) -> list[str]:
     return [f"sha256={digest.rstrip('=')}", str(len(content))]
 
 
-def sha256_row(path: Path) -> list[str]:
-    return hash_row(path.read_bytes())
+def sha256_row(path: Path) -> list[str] | None:
+    return hash_row(path.read_bytes()) if path.is_file() else None
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from series import (
 
 PROPOSALS = "patches/pull-requests.toml"
 TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
+SECTIONS = ("Overview", "Claims", "Validation", "Details")
 # Upstream's own versions of these are pinned in requirements/tools.txt.
 STAND_INS = {"ruff-check", "ruff-format", "clang-format"}
 
@@ -56,13 +57,16 @@ def main(args: argparse.Namespace) -> None:
     branch = args.branch or f"envelope/{patch.stem}"
     onto = checked(args.git, args.onto, branch)
     identity = submitter(args.git) if args.signoff else None
+    validation = measured(args.validation) if args.validation else None
+    runs = results(base, proposal)
+    template = template_of(args.git, onto)
     tree = base.root / f"build/pr-{patch.stem}"
     with locked(base.root):
-        merge(base, args.git, onto, patch, tree)
+        merge(base, args.git, onto, patch, tree, again(args, patch))
     hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
-    runs = results(base, proposal)
-    measured = args.validation.read_text() if args.validation else check(base, patch)
-    text = description(tree, proposal, measured + runs, hooks)
+    if validation is None:
+        validation = check(base, patch)
+    text = description(tree, template, proposal, validation + runs, hooks)
     path = base.root / f"build/pr-{patch.stem}.md"
     with locked(base.root):
         if identity:
@@ -74,6 +78,17 @@ def main(args: argparse.Namespace) -> None:
     print(f"{args.git}: branch {branch} on {args.onto}\n{path}: its description")
     if not identity:
         print("not signed off: that is yours to do, with SIGNOFF=1, after your review")
+
+
+def again(args: argparse.Namespace, patch: Path) -> str:
+    onto = f" ONTO={args.onto}" if args.onto != "main" else ""
+    return f"make pr TOPIC={patch.stem} VLLM_GIT={args.git}{onto}"
+
+
+def measured(path: Path) -> str:
+    if not path.is_file():
+        raise Problem(f"{path} is not a file (VALIDATION=...).")
+    return path.read_text()
 
 
 def chosen(base: Base, topic: str) -> Path:
@@ -141,13 +156,14 @@ def submitter(clone: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def merge(base: Base, clone: Path, onto: str, patch: Path, tree: Path) -> None:
+def merge(
+    base: Base, clone: Path, onto: str, patch: Path, tree: Path, again: str
+) -> None:
     """A worktree whose HEAD is the patch on ``onto``.
 
     Raises:
         Problem: a conflict, which stays in the worktree; or nothing is left to do.
     """
-    again = f"make pr TOPIC={patch.stem}"
     if tree.exists():
         if unresolved(tree):
             files = git(tree, "diff", "--name-only", "--diff-filter=U").split()
@@ -279,39 +295,47 @@ def sign(tree: Path, identity: tuple[str, str]) -> None:
     )  # fmt: skip
 
 
-def description(tree: Path, proposal: dict[str, Any], measured: str, hooks: str) -> str:
-    """Upstream's template, filled in.
+def template_of(clone: Path, onto: str) -> str:
+    """Upstream's template of a description.
 
     Raises:
-        Problem: the template has other sections than we know.
+        Problem: it has other sections than we know.
     """
+    template = run_git(clone, "show", f"{onto}:{TEMPLATE}").stdout
+    for title in SECTIONS:
+        if not re.search(rf"^## {title}\n", template, re.M):
+            raise Problem(
+                f"{TEMPLATE} of the base has no section {title!r}: upstream changed "
+                "it, and scripts/pr.py must follow."
+            )
+    return template
+
+
+def description(
+    tree: Path, template: str, proposal: dict[str, Any], measured: str, hooks: str
+) -> str:
+    """Upstream's template, filled in."""
     body = git(tree, "show", "-s", "--format=%b")
     overview, *details = paragraphs(without_trailers(body))
     changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
     tests = [name for name in changed.split() if name.startswith("tests/")]
-    sections = {
-        "Overview": overview,
-        "Claims": "\n".join(f"- {claim}" for claim in proposal["claims"]),
-        "Validation": f"{measured.strip()}\n\n"
+    texts = (
+        overview,
+        "\n".join(f"- {claim}" for claim in proposal["claims"]),
+        f"{measured.strip()}\n\n"
         + (f"To repeat them: `pytest {' '.join(tests)}`.\n\n" if tests else "")
         + f"pre-commit on the changed files: {hooks}.",
-        "Details": "\n\n".join(details)
+        "\n\n".join(details)
         + f"\n\n**Not a duplicate.** {proposal['not_duplicate']}\n\n"
         "**AI assistance** was used for this change.",
-    }
-    template = (tree / TEMPLATE).read_text() if (tree / TEMPLATE).exists() else ""
-    for title, text in sections.items():
-        template, found = re.subn(
+    )
+    for title, text in zip(SECTIONS, texts, strict=True):
+        template = re.sub(
             rf"(^## {title}\n)(\s*<!--.*?-->)?\s*",
             lambda match, text=text: f"{match[1]}\n{text}\n\n",  # type: ignore[misc]
             template,
             flags=re.M | re.S,
         )
-        if not found:
-            raise Problem(
-                f"{TEMPLATE} of the base has no section {title!r}: upstream changed "
-                "it, and scripts/pr.py must follow."
-            )
     return template.replace("- [ ] AI assistance was", "- [x] AI assistance was")
 
 

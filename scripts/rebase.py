@@ -71,13 +71,15 @@ def main(args: argparse.Namespace) -> None:
         for name, content in patches.items():
             (new.folder / name).write_bytes(content)
         (new.folder / "series").write_text("".join(f"{name}\n" for name in patches))
-        unpatched_tests(replace(new, root=args.root), new.tree)
         new.folder.rename(target)
-        shutil.rmtree(folder)
         print(
             f"{target}: {len(patches)} patches. Review base.toml (the hashes are the "
             f"package index's), then 'make check BASE={args.to}'."
         )
+        with scratch(args.root / "build", "rebase") as part:
+            new.tree.rename(part / "vllm")
+            shutil.rmtree(folder)
+            unpatched_tests(replace(new, root=args.root), part / "vllm")
 
 
 def begin(old: Base, version: str, folder: Path) -> Base:
@@ -172,7 +174,7 @@ def unpatched_tests(base: Base, tree: Path) -> None:
     for commit in git(tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split():
         git(tree, "checkout", "-q", "-B", "check", commit)
         print(git(tree, "show", "-s", "--format=%s").strip())
-        with scratch(base.root / "build", "unpatched") as folder:
+        with scratch(tree.parent, "tests") as folder:
             for fault in own_tests(base, tree, touched_lines(tree), folder):
                 print(f"  {fault}")
 

@@ -302,7 +302,8 @@ def fetch(artifact: Artifact, version: str) -> Path:
     print(f"fetching {artifact.file}", file=sys.stderr)
     with scratch(target.parent, artifact.file) as folder:
         part = folder / artifact.file
-        with package_index(f"fetch {artifact.file}") as client:
+        advice = f", or put the file into {target.parent}"
+        with package_index(f"fetch {artifact.file}", advice) as client:
             page = client.get_project_page("vllm", timeout=30)
             found = [p for p in page.packages if p.filename == artifact.file]
             if not found:
@@ -341,7 +342,7 @@ def published(version: str) -> list[Artifact]:
 
 
 @contextlib.contextmanager
-def package_index(what: str) -> Iterator[PyPISimple]:
+def package_index(what: str, advice: str = "") -> Iterator[PyPISimple]:
     from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple
     from requests.exceptions import RequestException
 
@@ -352,7 +353,7 @@ def package_index(what: str) -> Iterator[PyPISimple]:
     except (RequestException, NoSuchProjectError) as error:
         raise Problem(
             f"could not {what}: {error}. The network or the package index is out of "
-            f"reach; try again, or put the file into {cache_folder()}."
+            f"reach; try again{advice}."
         ) from error
 
 

@@ -236,7 +236,7 @@ class Watch:
 
         self._free = torch.cuda.mem_get_info
         self._before = self._free()[0]
-        self._base = torch.cuda.memory_allocated()
+        self._base: int = torch.cuda.memory_allocated()
         self._held = torch.cuda.max_memory_allocated
         self._needed = 0
         self._reset = torch.cuda.reset_peak_memory_stats
@@ -259,7 +259,7 @@ class Watch:
 
             control.reset_peak()
             used = control.used()
-            self._stop = lambda: control.peak() - used
+            self._stop: Callable[[], int] = lambda: control.peak() - used
         except (ImportError, RuntimeError):
             self._stop = self._sample()
         self._start = time.perf_counter()

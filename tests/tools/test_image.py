@@ -80,7 +80,8 @@ def test_the_image_is_the_official_one_and_a_small_layer(
     tmp_path: Path,
 ) -> None:
     (official,) = index[1].glob(f"*_{ARCH}.whl")
-    make_overlay(patched)
+    overlay = make_overlay(patched)
+    overlay.with_name(overlay.name.replace("1.2.3", "1.2.2")).write_bytes(b"older")
     stand_in(tmp_path, official)
     builder("build", "-q", "-t", "official:v1.2.3", str(tmp_path))
     patched.environment["BUILDAH_ISOLATION"] = "chroot"
@@ -133,6 +134,12 @@ def test_a_foreign_image_is_not_built_on(
 
 def test_no_overlay(patched: Project) -> None:
     assert "'make overlay'" in patched.fails("image")
+
+
+def test_an_unknown_builder(patched: Project) -> None:
+    make_overlay(patched)
+    error = patched.fails("image", "--builder", "no-builder --debug")
+    assert "there is no command no-builder (BUILDER=...)" in error
 
 
 def test_no_builder(patched: Project) -> None:

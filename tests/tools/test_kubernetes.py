@@ -42,6 +42,12 @@ def test_the_limit_fits_into_the_slice(pod: Any) -> None:
     assert int(gib) << 10 < limits["nvidia.com/gpumem"]
 
 
+def test_the_flag_of_the_limit_is_one_of_the_series(pod: Any) -> None:
+    (flag,) = re.findall(r"--gpu-memory[a-z-]+", " ".join(pod["containers"][0]["args"]))
+    patches = (EXAMPLE.parents[2] / "patches/v0.33.0").glob("*.patch")
+    assert any(re.search(rf'^\+ +"{flag}"', p.read_text(), re.M) for p in patches)
+
+
 def test_both_containers_run_the_image_of_the_release(pod: Any) -> None:
     images = {c["image"] for c in pod["initContainers"] + pod["containers"]}
     assert images == {"vllm/vllm-openai:v0.33.0"}

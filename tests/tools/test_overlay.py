@@ -101,6 +101,13 @@ def install_wheel(python: Path, wheel: Path, *options: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def killer(folder: Path) -> dict[str, str]:
+    """The environment of a command that is to be killed."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(KILLER)
+    return {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 @pytest.fixture(scope="module")
 def built(index: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with the wheel and the overlay of three patches.
@@ -136,9 +143,7 @@ def make(
         python = tmp_path / name / "bin/python"
         venv = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / name)]
         subprocess.run(venv, check=True)
-        uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps"]
-        uv += ["--link-mode=copy", "-p", str(python), *options, str(wheel)]
-        subprocess.run(uv, check=True, capture_output=True)
+        install_wheel(python, wheel, *options)
         return Installed(python, overlay)
 
     return made
@@ -230,13 +235,53 @@ def test_status_says_what_is_there(official: Installed) -> None:
     assert official.tree() == before
 
 
-def test_damaged_official_files_are_not_put_back(official: Installed) -> None:
+DAMAGED = {
+    "official/vllm/budget.py": None,
+    "official/vllm/native.abi3.so": b"damaged",
+    "RECORD.gz": b"damaged",
+    "state.json": b"{",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_official_files_are_not_put_back(
+    official: Installed, name: str
+) -> None:
     official.ok("install")
-    kept = f"{OURS}/envelope/official/vllm/budget.py"
-    official.write(kept, b"damaged")
+    kept, content = official.site / OURS / "envelope" / name, DAMAGED[name]
+    kept.unlink()
+    if content is not None:
+        kept.write_bytes(content)
     before = official.tree()
     error = official.fails("revert")
-    assert f"kept official files are damaged: {kept}" in error
+    assert "kept files are damaged" in error and name in error
+    assert official.tree() == before
+
+
+def test_bytecode_of_the_kept_files_is_not_left_behind(
+    make: Callable[..., Installed],
+) -> None:
+    official = make()
+    before = official.sources()
+    official.ok("install")
+    compile_all = [str(official.python), "-m", "compileall", "-q", str(official.site)]
+    subprocess.run(compile_all, check=True)
+    assert list(official.site.glob(f"{OURS}/envelope/official/**/*.pyc"))
+    official.ok("revert")
+    assert official.sources() == before
+    assert not (official.site / OURS).exists()
+
+
+def test_new_folders_are_as_the_package_is(official: Installed) -> None:
+    before = official.tree()
+    mask = os.umask(0o077)
+    try:
+        official.ok("install")
+        modes = {p.stat().st_mode for p in official.site.rglob("*") if p.is_dir()}
+        official.ok("revert")
+    finally:
+        os.umask(mask)
+    assert modes == {(official.site / "vllm").stat().st_mode}
     assert official.tree() == before
 
 
@@ -328,6 +373,8 @@ def test_two_at_once(official: Installed) -> None:
 
 
 def test_a_read_only_environment(official: Installed) -> None:
+    allowed = subprocess.run(["unshare", "-rm", "true"], capture_output=True, text=True)
+    assert not allowed.returncode, f"user namespaces are needed: {allowed.stderr}"
     before = official.tree()
     script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", script, str(official.site),
@@ -351,9 +398,7 @@ def test_a_full_disk_changes_nothing(official: Installed) -> None:
 @pytest.mark.parametrize("command", ["install", "revert"])
 def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -> None:
     """The next command finds all done or nothing, never a part."""
-    (tmp_path / "killer").mkdir()
-    (tmp_path / "killer/sitecustomize.py").write_text(KILLER)
-    killer = {"PYTHONPATH": str(tmp_path / "killer"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = killer(tmp_path / "killer")
     released = official.tree()
     official.ok("install")
     patched = official.sources()
@@ -362,7 +407,7 @@ def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -
     opposite = "revert" if command == "install" else "install"
     interrupted = 0
     for step in range(1, 500):
-        code, _, error = official.run(command, **killer, KILL_BEFORE=str(step))
+        code, _, error = official.run(command, **environment, KILL_BEFORE=str(step))
         if code == 0:
             break
         assert code == -signal.SIGKILL, error
@@ -376,6 +421,47 @@ def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -
         else:
             assert official.sources() == patched
     assert code == 0 and step > 40 and interrupted > 20
+
+
+@pytest.mark.parametrize("command", ["install", "revert"])
+def test_reinstalled_after_a_kill(
+    make: Callable[..., Installed],
+    index: tuple[str, Path],
+    tmp_path: Path,
+    command: str,
+) -> None:
+    """The reinstalled files stay; if that left a mixture, what to do is said."""
+    (wheel,) = index[1].glob(f"*_{ARCH}.whl")
+    other = tmp_path / "other" / wheel.name
+    other.parent.mkdir()
+    write_wheel(other, native=b"reinstalled native code")
+    environment = killer(tmp_path / "killer")
+    refused = 0
+    for step in range(10, 200, 12):
+        env = make("--compile-bytecode", name=f"env{step}")
+        if command == "revert":
+            env.ok("install")
+        code, _, error = env.run(command, **environment, KILL_BEFORE=str(step))
+        assert code in (0, -signal.SIGKILL), error
+        if code == 0:
+            break
+        interrupted = (env.site / ".vllm-envelope/journal.json").exists()
+        install_wheel(env.python, other, "--reinstall")
+        before = env.tree()
+        if interrupted:
+            assert "Remove .vllm-envelope, vllm and vllm-*" in env.fails("install")
+            assert env.tree() == before
+            refused += 1
+            infos = [path.name for path in env.site.glob("vllm-*.dist-info")]
+            for name in (".vllm-envelope", "vllm", *infos):
+                shutil.rmtree(env.site / name)
+            install_wheel(env.python, other)
+        assert "native.abi3.so is not the official file" in env.fails("install")
+        env.ok("install", "--other-build")
+        env.ok("revert")
+        native = (env.site / "vllm/native.abi3.so").read_bytes()
+        assert native == b"reinstalled native code"
+    assert code == 0 and refused > 2
 
 
 def test_an_error_at_any_step_is_undone(official: Installed, tmp_path: Path) -> None:
@@ -400,7 +486,7 @@ def test_an_error_at_any_step_is_undone(official: Installed, tmp_path: Path) -> 
             if "Run it again" in error:
                 official.run("revert")
             else:
-                assert "Nothing was changed" in error
+                assert "Nothing was changed" in error or "'status' says" in error
             undone += 1
         assert official.tree() == before
     assert code == 0 and undone > 30

@@ -220,7 +220,7 @@ def test_a_conflict_is_shown_resolved_and_gone_on_with(
         error = topic.fails(*command)
         assert f"{TOPIC}.patch conflicts in vllm/budget.py" in error
         assert "\n +    return 1\n" in error and "\n+     return total // 2\n" in error
-        assert f"make pr TOPIC={TOPIC} again" in error
+        assert f"make pr TOPIC={TOPIC} VLLM_GIT={clone.path} ONTO=next again" in error
     assert "envelope/" not in clone.git("branch")
     tree = topic.root / f"build/pr-{TOPIC}"
     assert "is not one commit on this base" not in error
@@ -278,6 +278,7 @@ WRONG = {
     "base": (("--onto", "v9"), "has no branch, tag or commit 'v9': fetch it"),
     "clone": (("--git", "/"), "/ is not a git clone (VLLM_GIT=...)"),
     "branch": (("--branch", "main"), "has a branch main already"),
+    "validation": (("--validation", "/no"), "/no is not a file (VALIDATION=...)"),
 }
 
 
@@ -295,11 +296,19 @@ def test_a_topic_without_a_proposal(topic: Project, clone: Clone) -> None:
     assert f"has no not_duplicate for {TOPIC}" in error
 
 
+def test_a_missing_result(topic: Project, clone: Clone) -> None:
+    (topic.root / "results/half.json").unlink()
+    before = clone.state()
+    assert "half.json, which is not there" in topic.fails(*arguments(clone.path))
+    assert clone.state() == before
+
+
 def test_a_template_that_changed(topic: Project, clone: Clone) -> None:
     (clone.path / ".github/PULL_REQUEST_TEMPLATE.md").write_text("## Purpose\n")
     clone.git("commit", "-q", "-a", "-m", "Another template")
-    error = topic.fails(*arguments(clone.path))
-    assert "no section 'Overview'" in error and "envelope/" not in clone.git("branch")
+    before = clone.state()
+    assert "no section 'Overview'" in topic.fails(*arguments(clone.path))
+    assert clone.state() == before
 
 
 def test_every_patch_of_ours_has_its_proposal() -> None:

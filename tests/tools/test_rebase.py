@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import subprocess
 import sys
 import tomllib
@@ -74,6 +75,28 @@ def test_a_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
     assert old.exists()
 
 
+def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> None:
+    project.ok("source")
+    (project.tree / "tests").mkdir()
+    test = "def test_it():\n    pass\n"
+    files = {"tests__test_one_py": test, "pyproject.toml": ""}
+    project.commit("[Core] One", **files)
+    project.commit("[Core] Two", vllm__gone_py="UNUSED = 2\n")
+    project.ok("export")
+    python = project.root / ".venv-vllm-1.2.2/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    python.chmod(0o755)
+    (project.tree / "pyproject.toml").write_text("")
+    done = project.run("rebase", "--to", "1.2.2")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    patches = project.root / "patches/v1.2.2"
+    assert (patches / "series").read_text().split() == ["one.patch", "two.patch"]
+    for name in ("one.patch", "two.patch"):
+        assert (patches / name).exists()
+    assert not (project.root / "build/rebase-1.2.2").exists()
+
+
 def test_what_upstream_has_is_left_out(series: Project) -> None:
     shown = series.ok("rebase", "--to", "1.2.2", "--check").splitlines()
     assert [line for line in shown if not line.startswith(" ")] == [
@@ -118,6 +141,9 @@ def test_a_patch_can_be_skipped(series: Project) -> None:
 def test_an_unknown_release(series: Project) -> None:
     assert "has no vLLM 9.9.9" in series.fails("rebase", "--to", "9.9.9")
     assert not (series.root / "build/rebase-9.9.9").exists()
+    series.environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/"
+    error = series.fails("rebase", "--to", "9.9.9")
+    assert "could not look up vLLM 9.9.9" in error and "put the file" not in error
 
 
 def test_a_release_that_is_there(series: Project) -> None:

@@ -6,11 +6,13 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -150,6 +152,10 @@ def test_no_network(project: Project) -> None:
     project.environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/"
     error = project.fails("source")
     assert "could not fetch vllm-1.2.3.tar.gz" in error and "try again" in error
+    cache = project.environment["ENVELOPE_CACHE"]
+    (folder,) = re.findall(rf"or put the file into ({cache}/\w+)\.", error)
+    digest = tomllib.loads((project.patches / "base.toml").read_text())["sdist"]
+    assert digest["sha256"].startswith(Path(folder).name)
     assert not project.tree.exists()
 
 

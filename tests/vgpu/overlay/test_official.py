@@ -7,6 +7,7 @@ import csv
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,13 @@ BASE = "0.33.0"
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     official = importlib.metadata.distribution("vllm").locate_file("")
-    names = (f"{official}/vllm", f"{official}/vllm-{BASE}.dist-info")
-    (tmp_path / "site").mkdir()
-    subprocess.run(["cp", "-rs", *names, str(tmp_path / "site")], check=True)
+    # Not the bytecode, which other tests write meanwhile.
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("vllm", f"vllm-{BASE}.dist-info"):
+        target = tmp_path / "site" / name
+        shutil.copytree(
+            f"{official}/{name}", target, copy_function=os.symlink, ignore=ignore
+        )
     return tmp_path / "site"
 
 
