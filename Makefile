@@ -6,7 +6,7 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -60,6 +60,9 @@ test-all: vgpu envelope overlay check  ## everything
 
 bench: .venv/ready
 	@$(call RUN,bench_wheel)
+
+bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
+	@$(call RUN,bench_load)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files
