@@ -22,6 +22,7 @@ vLLM's own worker and loader. One JSON object goes to stdout, after "RESULT ":
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -226,7 +227,7 @@ def write(name: str, folder: str) -> str:
 
 
 class Watch:
-    """The most that the device lends while the context lasts, and for how long."""
+    """The most that the device lends from here on, and how long the context lasts."""
 
     peak = 0
     seconds = 0.0
@@ -239,6 +240,12 @@ class Watch:
         self._base: int = torch.cuda.memory_allocated()
         self._held = torch.cuda.max_memory_allocated
         self._needed = 0
+        self._control: Any = None
+        with contextlib.suppress(ImportError, RuntimeError):
+            from vgpu import control
+
+            control.reset_peak()
+            self._used, self._control = control.used(), control
         self._reset = torch.cuda.reset_peak_memory_stats
         torch.cuda.reset_peak_memory_stats = self._keep_peak
 
@@ -254,19 +261,15 @@ class Watch:
         return int(self._before - self._free()[0])
 
     def __enter__(self) -> None:
-        try:
-            from vgpu import control
-
-            control.reset_peak()
-            used = control.used()
-            self._stop: Callable[[], int] = lambda: control.peak() - used
-        except (ImportError, RuntimeError):
-            self._stop = self._sample()
+        self._stop = self._sample() if self._control is None else self._counted
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._start
         self.peak = self._stop()
+
+    def _counted(self) -> int:
+        return int(self._control.peak() - self._used)
 
     def _sample(self) -> Callable[[], int]:
         """On a GPU there is no counter: ask every millisecond."""
