@@ -79,22 +79,28 @@ def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
     assert result["outcome"] != "agreed"
 
 
-@pytest.mark.parametrize("sequences", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("sequences", [100, pytest.param(1000, marks=pytest.mark.full)])
 def test_envelope_allocator_agrees_with_the_driver(
     sequences: int, tmp_path: Path
 ) -> None:
     """Any sequence of allocate, free, sweep, sleep, wake, discard and failures."""
     case = {"sequences": sequences, "shrink": True}
-    result = run("allocator", case, vllm="envelope", device=SMALL, folder=tmp_path)
+    result = run(
+        "allocator", case, vllm="envelope", device=SMALL, folder=tmp_path, timeout=1400
+    )
     assert result["outcome"] == "agreed", result
     assert result["steps"] > 10 * sequences
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 def test_reloading_over_swept_pools_does_not_grow(tmp_path: Path) -> None:
     case = {"rounds": 50, "sweep": True}
     device = {"memory": "4GiB"}
-    result = run("reload", case, vllm="envelope", device=device, folder=tmp_path)
+    result = run(
+        "reload", case, vllm="envelope", device=device, folder=tmp_path, timeout=1400
+    )
     first, *later = result["rounds"]
     assert len(later) == 49 and all(later_round == first for later_round in later)
     assert first["asleep"] < first["awake"] // 4

@@ -6,6 +6,7 @@ each module's conversion instead of under pressure only.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ def main() -> None:
             disable_log_stats=True,
         )
         allocator = get_mem_allocator_instance()
+        gc.freeze()  # sleep() and wake_up() collect garbage; not all of vLLM each time
         rounds = []
         for _ in range(case["rounds"]):
             llm.sleep(level=2)
