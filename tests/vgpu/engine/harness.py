@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ SITES = {"official": "", "envelope": str(ROOT / "build/envelope-0.33.0")}
 
 def run(
     scenario: str | Path,
-    case: Mapping[str, Any] | list[str],
+    case: Mapping[str, Any] | Sequence[Mapping[str, Any]] | list[str],
     *,
     vllm: str,
     device: Mapping[str, object],
@@ -27,7 +27,8 @@ def run(
     visible: str | None = None,
     timeout: int = 420,
 ) -> dict[str, Any]:
-    """The JSON line that a scenario prints, with its stderr under "stderr".
+    """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
+    if it prints several, all of them as "results".
 
     A scenario is the name of a file in scenarios/, which takes its case as JSON, or
     the path of a script with arguments of its own.
@@ -48,7 +49,7 @@ def run(
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     script = SCENARIOS / f"{scenario}.py" if isinstance(scenario, str) else scenario
-    arguments = case if isinstance(case, list) else [json.dumps(case)]
+    arguments = [json.dumps(case)] if isinstance(scenario, str) else case
     done = subprocess.run(
         [sys.executable, "-m", "vgpu", "--config", str(settings), "--",
          sys.executable, str(script), *arguments],
@@ -60,5 +61,10 @@ def run(
     )  # fmt: skip
     lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result | {"stderr": done.stderr}
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    result: dict[str, Any] = results[-1]
+    return result | {
+        "results": results,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+    }

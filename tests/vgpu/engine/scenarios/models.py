@@ -27,6 +27,12 @@ COMMON: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "draft": COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    },
     "moe": COMMON
     | {
         "architectures": ["Qwen3MoeForCausalLM"],

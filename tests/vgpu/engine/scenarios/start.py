@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # level
     "generate": 0,  # tokens
     "moved": "",  # what another process takes or releases as profiling begins
+    "draft": 0,  # tokens that an EAGLE head of the model proposes
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
@@ -39,6 +42,7 @@ def main() -> None:
 
     result["peak"] = control.peak()
     result["process_peak"] = control.process_peak()
+    result["seconds"] = time.process_time()
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -70,7 +74,16 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
         arguments["compilation_config"] = GRAPHS | mode
     if case["moved"]:
         move_at_profiling(case["moved"])
+    record_graphs(result)
+    if case["model"] == "hybrid":
+        index_chunks_on_host()
     with tempfile.TemporaryDirectory() as folder:
+        if case["draft"]:
+            arguments["speculative_config"] = {
+                "method": "eagle",
+                "model": models.write("draft", Path(folder, "draft")),
+                "num_speculative_tokens": case["draft"],
+            }
         llm = LLM(
             models.write(case["model"], Path(folder)),
             load_format="dummy",
@@ -108,6 +121,62 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
             "weights": weights,
             "awake again": control.used(),
         }
+
+
+def record_graphs(result: dict[str, Any]) -> None:
+    """What CUDA graphs were thought to take, and what they keep, in bytes."""
+    import torch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vgpu import control
+
+    profile = Worker.determine_available_memory
+
+    def profiling(worker: Worker) -> int:
+        result["requested"] = worker.requested_memory
+        result["kv"] = int(profile(worker))
+        result["estimate"] = int(worker.cudagraph_memory_estimate)
+        return int(result["kv"])
+
+    Worker.determine_available_memory = profiling
+    for runner in V1, V2:
+        record_capture(runner, result, torch.cuda.empty_cache, control.used)
+
+
+def record_capture(
+    runner: Any,
+    result: dict[str, Any],
+    empty_cache: Callable[[], None],
+    used: Callable[[], int],
+) -> None:
+    capture = runner.capture_model
+
+    def capturing(self: Any, **options: bool) -> int:
+        empty_cache()
+        before = used()
+        taken = capture(self, **options)
+        empty_cache()
+        if not options.get("profile_only"):
+            result["graphs"] = used() - before
+        return int(taken)
+
+    runner.capture_model = capturing
+
+
+def index_chunks_on_host() -> None:
+    """A kernel would compute what sizes these host lists: lengths of sequences."""
+    from vllm.third_party.flash_linear_attention.ops import index
+
+    prepare = index.prepare_chunk_indices
+
+    def exact(cu_seqlens: Any, chunk_size: int) -> Any:
+        return prepare(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
+            module.prepare_chunk_indices = exact
 
 
 def move_at_profiling(size: str) -> None:

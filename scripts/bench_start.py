@@ -1,0 +1,260 @@
+"""Start engines at many utilizations, unpatched beside patched: what each start took
+of what it requested, and what it thought CUDA graphs would take.
+
+Prints a Markdown table; --picture writes the same as SVG. Every start is a process on
+a virtual device, forked from one that has imported vLLM (tests/vgpu/engine/scenarios).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from series import Base, Problem, command
+
+MIB = 1 << 20
+MEMORY = 2560 * MIB
+DEVICE = {"memory": MEMORY, "graph": 700 << 10}
+SITES = ("official", "envelope")
+RUNNERS = ["V1", "V2"]
+# Allowed between the estimate of graphs and what they take: the larger of the two.
+TOLERANCE, TOLERANCE_PART = 32 * MIB, 0.05
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": "dense"},
+    "experts": {"model": "moe"},
+    "hybrid": {"model": "hybrid", "llm": {"gdn_prefill_backend": "triton"}},
+    "eagle": {"model": "dense", "draft": 2},
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--runners", nargs="+", choices=["V1", "V2"], default=["V1", "V2"]
+    )
+    parser.add_argument("--first", type=int, default=10, help="utilization, percent")
+    parser.add_argument("--last", type=int, default=98)
+    parser.add_argument("--step", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=128, help="max_num_seqs")
+    parser.add_argument(
+        "--buffer", type=int, help="fragmentation_buffer_bytes of the patched"
+    )
+    parser.add_argument("--picture", type=Path, help="SVG file to write")
+    parser.add_argument("--results", type=Path, help="JSON file to write")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    percents = range(args.first, args.last + 1, args.step)
+    if not percents or args.first < 1 or args.last > 100:
+        raise Problem("--first, --last: percents from 1 to 100, in this order")
+    rows: list[Row] = []
+    print("| model | runner | utilization | official | peak/requested | KV, MiB "
+          "| graphs: estimate, actual | ours | peak/requested | KV, MiB "
+          "| graphs: estimate, actual |")  # fmt: skip
+    print("| --- " * 11 + "|")
+    with ThreadPoolExecutor(len(SITES)) as pool:
+        for model, runner in product(args.models, args.runners):
+            cases = [case(args, model, runner, percent) for percent in percents]
+            both = pool.map(partial(starts, base, args.buffer, cases), SITES)
+            for percent, *results in zip(percents, *both, strict=True):
+                rows.append(Row(model, runner, percent, *results))
+                print(rows[-1].line(), flush=True)
+    print()
+    for line in verdict(rows):
+        print(line)
+    if args.results:
+        told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
+        write(args.results, json.dumps(told, indent=1) + "\n")
+    if args.picture:
+        write(args.picture, picture(rows))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A start with each vLLM; for its results see scenarios/start.py."""
+
+    model: str
+    runner: str
+    percent: int
+    official: dict[str, Any]
+    envelope: dict[str, Any]
+
+    @property
+    def requested(self) -> int:
+        return math.ceil(MEMORY * self.percent / 100)
+
+    def of(self, site: str) -> dict[str, Any]:
+        return self.official if site == "official" else self.envelope
+
+    def started(self, site: str) -> bool:
+        return bool(self.of(site)["outcome"] == "started")
+
+    def ratio(self, site: str) -> float:
+        """Peak by requested."""
+        return float(self.of(site).get("peak", MEMORY)) / self.requested
+
+    def line(self) -> str:
+        cells = [self.model, self.runner, f"{self.percent / 100:.2f}"]
+        for site in SITES:
+            result = self.of(site)
+            cells += [outcome(result), f"{self.ratio(site):.3f}"]
+            if self.started(site):
+                cells += [f"{result['kv'] / MIB:.0f}"]
+                cells += [
+                    f"{result['estimate'] / MIB:.0f}, {result['graphs'] / MIB:.0f}"
+                ]
+            else:
+                cells += ["", ""]
+        return f"| {' | '.join(cells)} |"
+
+
+def case(
+    args: argparse.Namespace, model: str, runner: str, percent: int
+) -> dict[str, Any]:
+    asked = MODELS[model]
+    llm = {
+        "gpu_memory_utilization": percent / 100,
+        "max_num_seqs": args.sequences,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
+    }
+    llm |= asked.get("llm", {})
+    return asked | {"v2": runner == "V2", "graphs": True, "llm": llm}
+
+
+def starts(
+    base: Base, buffer: int | None, cases: list[dict[str, Any]], site: str
+) -> list[dict[str, Any]]:
+    """The result of each start; see scenarios/start.py."""
+    scenarios = base.root / "tests/vgpu/engine/scenarios"
+    paths = [base.root, scenarios]
+    if site == "envelope":
+        paths.insert(0, base.root / f"build/envelope-{base.version}")
+        if buffer is not None:
+            extra = {"fragmentation_buffer_bytes": buffer}
+            cases = [asked | {"llm": asked["llm"] | extra} for asked in cases]
+    python = base.root / f".venv-vllm-{base.version}/bin/python"
+    settings = [f"--set={key}={value}" for key, value in DEVICE.items()]
+    with TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [python, "-m", "vgpu", *settings, "--",
+             python, scenarios / "starts.py", json.dumps(cases)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            capture_output=True, text=True,
+        )  # fmt: skip
+    results = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in done.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
+    if len(results) != len(cases):
+        raise Problem(
+            f"{site}: {len(results)} of {len(cases)} ended.\n{done.stderr[-2000:]}"
+        )
+    return results
+
+
+def outcome(result: dict[str, Any]) -> str:
+    if result["outcome"] == "started":
+        return "starts"
+    if result["outcome"] in ("OutOfMemoryError", "died"):
+        return "out of memory"
+    # The V1 runner's sampler says so in an error of its own.
+    return "out of memory" if "out of memory occurred" in result["error"] else "refused"
+
+
+def verdict(rows: list[Row]) -> Iterator[str]:
+    """How far each goal is met, and where it is not."""
+    for site in SITES:
+        over = [row for row in rows if row.ratio(site) > 1]
+        started = [row for row in rows if row.started(site)]
+        wrong = [row for row in started if not close(row.of(site))]
+        yield (
+            f"- {site}: {len(started)} of {len(rows)} start; {len(over)} take more "
+            f"than they requested; of those that start, {len(wrong)} estimate graphs "
+            "by more than 32 MiB and 5% wrong"
+        )
+    lost = [r for r in rows if r.started("official") and not r.started("envelope")]
+    within = [row for row in lost if row.ratio("official") <= 1]
+    named = ", ".join(f"{r.model} {r.runner} {r.percent / 100:.2f}" for r in within)
+    yield (
+        f"- only the official starts: {len(lost)}, of which {len(within)} within what "
+        f"was requested{': ' * bool(named)}{named}"
+    )
+    gained = [r for r in rows if r.started("envelope") and not r.started("official")]
+    yield f"- only ours starts: {len(gained)}"
+    both = [r for r in rows if r.started("official") and r.started("envelope")]
+    if not both:
+        return
+    kept = [row.envelope["kv"] - row.official["kv"] for row in both]
+    ours, theirs = (sum(r.of(site)["seconds"] for r in both) for site in SITES[::-1])
+    yield (
+        f"- KV cache, ours less the official's: {min(kept) / MIB:.0f} to "
+        f"{max(kept) / MIB:.0f} MiB; processor time, ours by the official's: "
+        f"{ours / theirs:.3f}"
+    )
+
+
+def close(result: dict[str, Any]) -> bool:
+    allowed = max(TOLERANCE, TOLERANCE_PART * result["graphs"])
+    return bool(abs(result["estimate"] - result["graphs"]) <= allowed)
+
+
+def picture(rows: list[Row]) -> str:
+    """Peak over requested memory by utilization: a panel for each model and runner."""
+    panels = sorted({(row.model, row.runner) for row in rows})
+    width, height, top = 300, 180, 2.5
+    parts = []
+    for i, panel in enumerate(panels):
+        x0, y0 = 40 + i % 2 * (width + 50), 40 + i // 2 * (height + 50)
+        bottom = y0 + height
+        parts.append(
+            f'<text x="{x0}" y="{y0 - 8}">{panel[0]}, {panel[1]} runner</text>'
+            f'<path d="M{x0} {y0}V{bottom}H{x0 + width}" fill="none" stroke="#444"/>'
+            f'<path d="M{x0} {bottom - height / top:.0f}h{width}" stroke="#444" '
+            f'stroke-dasharray="4"/>'
+            f'<text x="{x0 - 30}" y="{bottom - height / top + 4:.0f}">1.0</text>'
+            f'<text x="{x0 + width - 20}" y="{bottom + 16}">1.0</text>'
+        )
+        for row in rows:
+            if (row.model, row.runner) != panel:
+                continue
+            for site, color in zip(SITES, ("#c33", "#37b"), strict=True):
+                x = x0 + width * row.percent / 100
+                y = bottom - height * min(row.ratio(site), top) / top
+                fill = color if row.started(site) else "none"
+                parts.append(
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" '
+                    f'stroke="{color}"/>'
+                )
+    size = 2 * (width + 50) + 20, (len(panels) + 1) // 2 * (height + 50) + 50
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" '
+        'fill="white"/><text x="40" y="16">peak / requested by utilization; red: '
+        "official, blue: ours; filled: the engine starts</text>"
+        + "".join(parts)
+        + "</svg>\n"
+    )
+
+
+def write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    command(main)
