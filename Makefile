@@ -6,7 +6,7 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load bench-fragmentation
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -63,6 +63,9 @@ bench: .venv/ready
 
 bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 	@$(call RUN,bench_load)
+
+bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
+	@$(call RUN,bench_fragmentation)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files
