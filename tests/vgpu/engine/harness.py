@@ -27,7 +27,7 @@ def run(
     visible: str | None = None,
     timeout: int = 420,
 ) -> dict[str, Any]:
-    """The JSON line that a scenario prints, with its stderr under "stderr".
+    """The JSON line that a scenario prints, with its "stdout" and "stderr".
 
     A scenario is the name of a file in scenarios/, which takes its case as JSON, or
     the path of a script with arguments of its own.
@@ -61,4 +61,4 @@ def run(
     lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result | {"stderr": done.stderr}
+    return result | {"stdout": done.stdout, "stderr": done.stderr}
