@@ -6,7 +6,7 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load bench-start
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load bench-start bench-fragmentation
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -66,6 +66,9 @@ bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 
 bench-start: vgpu envelope  ## what a start takes of what it requested
 	@$(call RUN,bench_start)
+
+bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
+	@$(call RUN,bench_fragmentation)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files

@@ -22,7 +22,7 @@ HOOKS = "".join(
 kernel = "_get_num_sampled_and_rejected_kernel*"
 argument = {argument}
 value = {value}
-bytes = 64
+bytes = 512
 """
     for argument, value in ((0, 1), (1, 0))
 )

@@ -1,0 +1,246 @@
+"""Serve mixed loads with exactly the memory that was requested, and say which die.
+
+The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
+with room to spare; another process then takes all but what was requested and a buffer
+more. A KV cache that is smaller by the buffer would leave as much.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+DEFAULTS: dict[str, Any] = {
+    "model": "llama-8b",
+    "v2": False,
+    "graphs": False,
+    "compile": False,
+    "lora": False,
+    "requests": 40,
+    "seeds": [0],  # a load each
+    "buffers": [0],  # MiB; each load is served with one after the other until it lives
+    "llm": {},  # further arguments of LLM
+}
+# Prompts: short ones are as many as medium and long ones together.
+PROMPTS = ((8, 256), (8, 256), (256, 2048), (2048, 7800))
+OUTPUTS = (1, 8, 32, 64)
+BURSTS = (0, 0, 1, 1, 2, 4, 16)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(case["v2"])),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        print("RESULT " + json.dumps(serve(case, Path(folder))), flush=True)
+
+
+def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    import models
+    from vllm import LLM
+
+    from vgpu import control
+
+    arguments: dict[str, Any] = {
+        "max_model_len": 8192,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.5,
+        "attention_backend": "TRITON_ATTN",
+        "enforce_eager": not case["graphs"],
+    }
+    if case["graphs"]:
+        mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+        arguments["compilation_config"] = sizes | mode
+    if case["lora"]:
+        count_on_the_host()
+        arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
+    fragmentation = repeat_profiling()
+    llm = LLM(
+        models.write(case["model"], folder / "model"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        seed=0,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **(arguments | case["llm"]),
+    )
+    engine = llm.llm_engine
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    cache = engine.vllm_config.cache_config
+    snapshot = worker.init_snapshot
+    held = snapshot.total_memory - snapshot.free_memory
+    budget = held + int(worker.requested_memory)
+    loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
+    runs = []
+    for seed in case["seeds"]:
+        for buffer in case["buffers"]:
+            gc.collect()  # what the frames of an exception held
+            empty_cache()
+            limit = budget + buffer * MIB
+            control.other_process(control.memory() - limit)
+            run = load(engine, random.Random(seed), case["requests"], loras, limit)
+            runs.append({"seed": seed, "buffer": buffer} | run)
+            control.other_process(-control.other())
+            if run["outcome"] == "served":
+                break
+    return {
+        "activations": worker.peak_activation_memory,
+        "fragmentation": fragmentation,
+        "tokens": cache.num_gpu_blocks * cache.block_size,
+        "available": int(worker.available_kv_cache_memory_bytes),
+        "default": default_buffer(worker.peak_activation_memory),
+        "runs": runs,
+    }
+
+
+def default_buffer(activations: int) -> int | None:
+    from vllm.config import CacheConfig
+    from vllm.v1.worker import utils
+
+    if not hasattr(utils, "get_fragmentation_buffer"):  # the official release
+        return None
+    return int(utils.get_fragmentation_buffer(CacheConfig(), activations))
+
+
+def count_on_the_host() -> None:
+    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    import torch
+
+    unique = torch.unique
+
+    def counted(tensor: Any, **options: Any) -> Any:
+        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+
+    torch.unique = counted
+
+
+def repeat_profiling() -> dict[str, int]:
+    """What PyTorch reserves and does not allocate at the peak of profiling's pass,
+    under profiling's allocator settings and, once more, under those of serving."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    figures: dict[str, int] = {}
+    stats = torch.cuda.memory_stats
+    set_settings = torch._C._accelerator_setAllocatorSettings
+    determine_available_memory = Worker.determine_available_memory
+
+    def measure(profile_run: Any, name: str) -> None:
+        empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = unallocated(stats(), "current")
+        profile_run()
+        figures[name] = unallocated(stats(), "peak") - before
+
+    def unallocated(figures: dict[str, int], when: str) -> int:
+        reserved = figures[f"reserved_bytes.all.{when}"]
+        return reserved - figures[f"allocated_bytes.all.{when}"]
+
+    def determine(worker: Any) -> int:
+        runner = worker.model_runner
+        profile_run = runner.profile_run
+
+        def profile_and_repeat(**options: bool) -> None:
+            profile_run(**options)
+            measure(profile_run, "profiling")
+            settings = torch._C._accelerator_getAllocatorSettings()
+            set_settings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+            measure(profile_run, "serving")
+            set_settings(settings)
+
+        runner.profile_run = profile_and_repeat
+        try:
+            return int(determine_available_memory(worker))
+        finally:
+            del runner.profile_run
+
+    Worker.determine_available_memory = determine
+    return figures
+
+
+def load(
+    engine: Any, rng: random.Random, count: int, loras: list[str], limit: int
+) -> dict[str, Any]:
+    """Serve `count` requests that arrive at random in `limit` bytes."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from vgpu import control
+
+    longest = engine.vllm_config.model_config.max_model_len - max(OUTPUTS)
+    stats = torch.cuda.memory_stats
+    retries = stats()["num_alloc_retries"]
+    split = unallocated = steps = arrived = 0
+    result: dict[str, Any] = {"outcome": "served"}
+    try:
+        while arrived < count or engine.has_unfinished_requests():
+            for _ in range(min(rng.choice(BURSTS), count - arrived)):
+                low, high = rng.choice(PROMPTS)
+                prompt = [5] * rng.randrange(low, min(high, longest))
+                sampling = SamplingParams(
+                    temperature=rng.choice((0.0, 0.8)),
+                    top_p=rng.choice((1.0, 0.9)),
+                    max_tokens=rng.choice(OUTPUTS),
+                    detokenize=False,
+                    ignore_eos=True,
+                )
+                pick = rng.randrange(len(loras) + 1)
+                engine.add_request(
+                    str(arrived),
+                    {"prompt_token_ids": prompt},
+                    sampling,
+                    lora_request=LoRARequest(str(pick), pick, loras[pick - 1])
+                    if pick
+                    else None,
+                )
+                arrived += 1
+            torch.cuda.reset_peak_memory_stats()
+            engine.step()
+            steps += 1
+            now = stats()
+            split = max(split, now["inactive_split_bytes.all.peak"])
+            idle = now["reserved_bytes.all.peak"] - now["allocated_bytes.all.peak"]
+            unallocated = max(unallocated, idle)
+    except torch.OutOfMemoryError as error:
+        now = stats()
+        tried, unit = str(error).split("allocate ")[1].split()[:2]
+        wanted = float(tried) * {"KiB": 2**10, "MiB": MIB, "GiB": 2**30}[unit[:3]]
+        outside = control.process_used() - now["reserved_bytes.all.current"]
+        # What would still be there if all that is not allocated were in one piece.
+        spare = limit - outside - now["allocated_bytes.all.current"] - int(wanted)
+        result = {"outcome": "OOM", "error": str(error)[:200], "spare": spare}
+        requests = list(engine.output_processor.request_states)
+        engine.abort_request(requests, internal=True)
+    return result | {
+        "steps": steps,
+        "retries": stats()["num_alloc_retries"] - retries,
+        "inactive split": split,
+        "unallocated": unallocated,
+    }
+
+
+def empty_cache() -> None:
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Loads in exactly the memory that was requested: KV cache, activations, no more.
+
+What fails has room enough, in pieces. `make bench-fragmentation` shows how much more is
+needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+from test_start import HOOKS
+
+MIB = 2**20
+DEVICE = {"memory": "48GiB"}
+V2 = pytest.param({"v2": True}, id="v2", marks=pytest.mark.full)
+LORA = pytest.param({"lora": True}, id="lora", marks=pytest.mark.full)
+# The fourth load is the worst of eight.
+SEED = 3
+
+
+def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
+    result = run(
+        "mixed_load",
+        {"seeds": [SEED]} | case,
+        vllm=vllm,
+        device=DEVICE,
+        hooks=HOOKS,
+        folder=folder,
+    )
+    assert result["activations"] > 800 * MIB
+    return result
+
+
+@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), V2, LORA])
+def test_official_dies_of_fragmentation(case: dict[str, Any], tmp_path: Path) -> None:
+    (load,) = serve(case, "official", tmp_path)["runs"]
+    assert load["outcome"] == "OOM"
+    assert load["spare"] > 0
+
+
+@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), V2, LORA])
+def test_envelope_lives(case: dict[str, Any], tmp_path: Path) -> None:
+    result = serve(case, "envelope", tmp_path)
+    (load,) = result["runs"]
+    assert load["outcome"] == "served", load
+    assert result["default"] == result["activations"] // 2
+
+
+def test_the_buffer_can_be_switched_off(tmp_path: Path) -> None:
+    llm = {"fragmentation_buffer_bytes": 0}
+    (load,) = serve({"llm": llm}, "envelope", tmp_path)["runs"]
+    assert load["outcome"] == "OOM" and load["spare"] > 0

@@ -1,0 +1,61 @@
+"""The --kv-cache-memory that vLLM suggests: never negative, and true (vllm #57936)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+
+MIB, GIB = 2**20, 2**30
+# Three graphs of 650 MiB: once they fit into what is requested, twice they do not.
+DEVICE = {"memory": "8GiB", "graph": "650MiB"}
+REQUESTED = 4 * GIB
+# cuBLAS's workspace: held before the budget is taken.
+BEFORE = 32 * MIB
+RUNNERS = [
+    pytest.param(False, id="v1"),
+    pytest.param(True, id="v2", marks=pytest.mark.full),
+]
+
+
+def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
+    llm = {"gpu_memory_utilization": REQUESTED / (8 * GIB)} | llm
+    case = {"v2": v2, "graphs": True, "llm": llm}
+    result = run("start", case, vllm=vllm, device=DEVICE, folder=folder)
+    assert result["outcome"] == "started", result
+    return result
+
+
+def suggested(result: dict[str, Any]) -> list[int]:
+    return [int(n) for n in re.findall(r"--kv-cache-memory=(-?\d+)", result["stdout"])]
+
+
+@pytest.mark.parametrize("v2", RUNNERS)
+def test_official_suggests_a_negative_size(v2: bool, tmp_path: Path) -> None:
+    requested, _ = suggested(start(v2, "official", tmp_path))
+    assert requested < 0
+
+
+@pytest.mark.parametrize("v2", RUNNERS)
+def test_envelope_starts_with_what_it_suggests(v2: bool, tmp_path: Path) -> None:
+    measured = start(v2, "envelope", tmp_path)
+    sizes = suggested(measured)
+    for size, limit in zip(sizes, (REQUESTED + BEFORE, 8 * GIB), strict=True):
+        again = start(v2, "envelope", tmp_path, kv_cache_memory_bytes=size)
+        assert again["peak"] <= limit
+        assert again["blocks"] >= measured["blocks"]
+
+
+@pytest.mark.full
+def test_startup_plan_applies_what_was_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    first, again = (start(False, "envelope", tmp_path) for _ in range(2))
+    assert f"kv_cache_memory_bytes={suggested(first)[0]} " in again["stdout"]
+    assert again["blocks"] >= first["blocks"]
+    assert again["peak"] <= REQUESTED + BEFORE
