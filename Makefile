@@ -6,7 +6,8 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load \
+  gpu calibrate bundle results-page
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -63,6 +64,22 @@ bench: .venv/ready
 
 bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 	@$(call RUN,bench_load)
+
+gpu: vgpu envelope  ## the suite on this machine's GPU; ONLY=pattern
+	@$(call RUN,gpu) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,results_page)
+
+calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
+	@$(call RUN,calibrate)
+	@$(call RUN,results_page)
+
+bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network
+	@$(MAKE) -s wheel ARCH=x86_64
+	@$(call RUN,bundle) $(if $(SM),--architecture $(SM)) \
+	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
+
+results-page: .venv/ready  ## docs/gpu.md from results/
+	@$(call RUN,results_page)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files

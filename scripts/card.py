@@ -80,6 +80,9 @@ class Driver:
     def free(self, address: c_void_p) -> None:
         self.call("cuMemFree_v2", address)
 
+    def leave_context(self) -> None:
+        self.call("cuDevicePrimaryCtxRelease_v2", self.device)
+
     def memory(self) -> tuple[int, int]:
         """Free and total, as cudaMemGetInfo says; needs a context."""
         free, total = c_size_t(), c_size_t()
@@ -147,20 +150,6 @@ class Card:
         self._call("nvmlSystemGetDriverVersion", text, 80)
         return text.value.decode()
 
-    def share(self) -> str:
-        """What cuts a slice off the GPU: "HAMi", "MIG", "MPS", or "" for nothing."""
-        kinds = []
-        if any(key.startswith("CUDA_DEVICE_MEMORY_LIMIT") for key in os.environ) or (
-            "libvgpu.so" in Path("/proc/self/maps").read_text()
-        ):
-            kinds.append("HAMi")
-        if self.is_mig:
-            kinds.append("MIG")
-        pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-        if (Path(pipes) / "control").exists():
-            kinds.append("MPS")
-        return ", ".join(kinds)
-
     def describe(self) -> dict[str, Any]:
         """What a result says of the machine's GPU."""
         properties = self.driver.properties()
@@ -169,9 +158,24 @@ class Card:
             "memory": properties["total"],
             "compute_capability": f"{properties['major']}.{properties['minor']}",
             "driver": self.driver_version(),
-            "share": self.share(),
+            "share": share(self.is_mig),
             "used_before": self.used(),
         }
+
+
+def share(is_mig: bool) -> str:
+    """What cuts a slice off the GPU: "HAMi", "MIG", "MPS", or "" for nothing."""
+    kinds = []
+    if any(key.startswith("CUDA_DEVICE_MEMORY_LIMIT") for key in os.environ) or (
+        "libvgpu.so" in Path("/proc/self/maps").read_text()
+    ):
+        kinds.append("HAMi")
+    if is_mig:
+        kinds.append("MIG")
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if (Path(pipes) / "control").exists():
+        kinds.append("MPS")
+    return ", ".join(kinds)
 
 
 class Meter:

@@ -241,7 +241,7 @@ def serve(
 
 
 class _after:
-    """Waits for a conversation's first answer."""
+    """A conversation's first answer."""
 
     def __init__(self, conversation: Conversation, end: float) -> None:
         self._answer = conversation.answer(end - time.monotonic())
@@ -386,6 +386,7 @@ def survey(large: bool | None = None) -> tuple[Machine, dict[str, Any]]:
     described = card.describe()
     card.driver.enter_context()
     free, total = card.driver.memory()
+    card.driver.leave_context()
     virtual = "VGPU_RUN" in os.environ
     machine = Machine(
         total,

@@ -6,6 +6,7 @@ Needs the standard library alone: a GPU machine may have little more than torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -44,7 +45,8 @@ ENVIRONMENT = {
 class Kit:
     """Where the two are: a folder to put first on the path, or "" for the installed.
 
-    `tests` holds vLLM's own `tests/`; `own_tests` are those of the series.
+    `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
+    configures the virtual device that scenarios run on, instead of the GPU.
     """
 
     python: str
@@ -52,6 +54,7 @@ class Kit:
     versions: dict[str, str]
     tests: Path
     own_tests: tuple[str, ...]
+    device: Path | None = None
 
     @classmethod
     def of_checkout(cls, base: Base) -> Kit:
@@ -110,6 +113,9 @@ class Kit:
             tuple(manifest["own_tests"]),
         )
 
+    def on_device(self, configuration: Path) -> Kit:
+        return dataclasses.replace(self, device=configuration)
+
     def environment(self, vllm: str, *more: Path) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [
@@ -157,6 +163,7 @@ class Kit:
         shutil.copy2(self.tests / "pyproject.toml", folder)
         report = folder / "report.xml"
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider",
+                   "--continue-on-collection-errors",
                    f"--junitxml={report}", *self.own_tests]  # fmt: skip
         with Conversation(
             self, None, command, vllm, folder, folder / "tests/vllm_test_utils"
@@ -187,10 +194,16 @@ class Conversation:
         *paths: Path,
     ) -> None:
         self._log = (folder / f"{vllm}.log").open("w+")
+        environment = kit.environment(vllm, *paths)
+        command = [kit.python, *([str(script)] if script else []), *arguments]
+        if kit.device:
+            command = [kit.python, "-m", "vgpu", "--config", str(kit.device), "--",
+                       *command]  # fmt: skip
+            environment["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
         self._process = subprocess.Popen(
-            [kit.python, *([str(script)] if script else []), *arguments],
+            command,
             cwd=folder,
-            env=kit.environment(vllm, *paths),
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
