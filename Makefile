@@ -55,6 +55,7 @@ test: vgpu envelope overlay  ## what shows that it works, in minutes
 
 test-all: vgpu envelope overlay check  ## everything
 	.venv/bin/python -m pytest tests/tools
+	.venv/bin/python -m pytest tests/gpu
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
 	$(MAKE) -s .venv-torch-2.11.0/ready
 	.venv-torch-2.11.0/bin/python -m pytest -n 2 tests/vgpu/device

@@ -12,6 +12,7 @@ computed is then not judged, and nothing is written unless --out says where.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -200,57 +201,50 @@ def serve(
         case = {"graphs": True, "sleep": 1, "llm": llm}
         case["model"] = f"large {model}" if machine.large else model
         end = time.monotonic() + 2 * limit
-        arguments = [json.dumps(case)]
-        script = SCENARIOS / "serve.py"
-        with (
-            Conversation(kit, script, arguments, "unpatched", folder) as first,
-            # It starts when the first has: memory must stand still meanwhile.
-            _after(first, end) as started,
-            Conversation(kit, script, arguments, "patched", folder) as second,
-        ):
-            both = {"unpatched": first, "patched": second}
-            results = {
-                "unpatched": started,
-                "patched": second.answer(end - time.monotonic()),
-            }
-            if any(r["outcome"] != "started" for r in results.values()):
-                return results
+        engines: dict[str, Conversation] = {}
+        results: dict[str, Result] = {}
 
-            def ask(vllm: str, order: str) -> Result:
-                return both[vllm].ask(order, end - time.monotonic())
+        def ask(vllm: str, order: str) -> Result:
+            answer = engines[vllm].ask(order, end - time.monotonic())
+            if "outcome" in answer:
+                raise NoAnswer(vllm, answer)
+            return answer
 
+        with contextlib.ExitStack() as stack:
+            # One after the other: memory must stand still while one starts.
             for vllm in VLLMS:
-                results[vllm]["tokens"] = ask(vllm, "tokens")
-                results[vllm]["sleep"] = ask(vllm, "sleep")
-                results[vllm]["tokens_after"] = ask(vllm, "tokens")
-                ask(vllm, f"decode {STEPS}")  # warm
-                results[vllm]["decode"] = []
-            for _ in range(ROUNDS):
-                for vllm in VLLMS:
-                    round_ = ask(vllm, f"decode {STEPS}")
-                    if "seconds" not in round_:
-                        return results | {vllm: round_}
-                    results[vllm]["decode"].append(round_["seconds"])
+                engine = Conversation(
+                    kit, SCENARIOS / "serve.py", [json.dumps(case)], vllm, folder
+                )
+                engines[vllm] = stack.enter_context(engine)
+                results[vllm] = engine.answer(end - time.monotonic())
+            if any(result["outcome"] != "started" for result in results.values()):
+                return results
+            try:
+                for vllm, result in results.items():
+                    result["tokens"] = ask(vllm, "tokens")
+                    result["sleep"] = ask(vllm, "sleep")
+                    result["tokens_after"] = ask(vllm, "tokens")
+                    ask(vllm, f"decode {STEPS}")  # warm
+                    result["decode"] = []
+                for _ in range(ROUNDS):
+                    for vllm, result in results.items():
+                        decoded = ask(vllm, f"decode {STEPS}")
+                        result["decode"].append(decoded["seconds"])
+            except NoAnswer as error:
+                vllm, answer = error.args
+                return results | {vllm: answer}
             for result in results.values():
                 seconds = statistics.median(result["decode"])
                 result["ms_per_step"] = 1000 * seconds / STEPS
-                result["tokens_per_second"] = STEPS * round_["batch"] / seconds
+                result["tokens_per_second"] = STEPS * decoded["batch"] / seconds
         return results
 
     return run
 
 
-class _after:
-    """A conversation's first answer."""
-
-    def __init__(self, conversation: Conversation, end: float) -> None:
-        self._answer = conversation.answer(end - time.monotonic())
-
-    def __enter__(self) -> Result:
-        return self._answer
-
-    def __exit__(self, *_: object) -> None:
-        pass
+class NoAnswer(Exception):
+    """Of which vLLM, and what it gave instead."""
 
 
 def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
@@ -463,7 +457,7 @@ def main(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace, folder: Path) -> Kit:
     if args.bundle:
         return Kit.of_bundle(args.bundle, folder)
-    return Kit.of_checkout(Base.load(args.root, args.base))
+    return Kit.of_checkout(Base.load(args.root, args.base), folder)
 
 
 def holds(entry: dict[str, Any]) -> bool:

@@ -46,7 +46,8 @@ class Kit:
     """Where the two are: a folder to put first on the path, or "" for the installed.
 
     `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
-    configures the virtual device that scenarios run on, instead of the GPU.
+    configures the virtual device that scenarios run on, instead of the GPU. On a GPU
+    each has compiled kernels in its own `caches`: both start without any.
     """
 
     python: str
@@ -54,10 +55,11 @@ class Kit:
     versions: dict[str, str]
     tests: Path
     own_tests: tuple[str, ...]
+    caches: Path
     device: Path | None = None
 
     @classmethod
-    def of_checkout(cls, base: Base) -> Kit:
+    def of_checkout(cls, base: Base, folder: Path) -> Kit:
         """The environment and the unpacked wheel of `make vgpu envelope`.
 
         Raises:
@@ -75,6 +77,7 @@ class Kit:
             {"unpatched": base.version, "patched": base.local_version},
             base.tree,
             tuple(tests_of_series(base)),
+            folder / "caches",
         )
 
     @classmethod
@@ -111,6 +114,7 @@ class Kit:
             manifest["versions"],
             folder,
             tuple(manifest["own_tests"]),
+            folder / "caches",
         )
 
     def on_device(self, configuration: Path) -> Kit:
@@ -124,11 +128,11 @@ class Kit:
             # Scenarios that find vgpu count with it, as they cannot on a GPU.
             *(path for path in inherited if path != str(REPOSITORY)),
         ]
-        return (
-            os.environ
-            | ENVIRONMENT
-            | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        )
+        own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        if "VGPU_RUN" not in os.environ:
+            own["VLLM_CACHE_ROOT"] = str(self.caches / vllm / "vllm")
+            own["TRITON_CACHE_DIR"] = str(self.caches / vllm / "triton")
+        return os.environ | ENVIRONMENT | own
 
     def installed(self) -> dict[str, str]:
         """Versions of what results depend on."""
