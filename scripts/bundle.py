@@ -29,12 +29,13 @@ from thin import thin
 # What vLLM and its tests import, and an image for PyTorch does not bring.
 PACKAGES = {
     "annotated-types", "anthropic", "apache-tvm-ffi", "blake3", "cachetools", "cbor2",
-    "distro", "docstring-parser", "fastapi", "jiter", "jmespath", "llguidance",
-    "model-hosting-container-standards", "msgspec", "openai", "openai-harmony",
-    "orjson", "oss-harmony", "partial-json-parser",
-    "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core",
-    "pyzmq", "setproctitle", "sniffio", "starlette", "tblib", "typing-extensions",
-    "typing-inspection", "uvicorn", "watchfiles", "xgrammar",
+    "distro", "docstring-parser", "fastapi", "httpcore2", "httpx2", "jiter",
+    "jmespath", "llguidance", "model-hosting-container-standards", "msgspec",
+    "openai", "openai-harmony", "opentelemetry-api", "orjson", "oss-harmony",
+    "partial-json-parser", "prometheus-fastapi-instrumentator", "pybase64",
+    "pydantic", "pydantic-core", "pyzmq", "setproctitle", "sniffio", "starlette",
+    "tblib", "truststore", "typing-extensions", "typing-inspection", "uvicorn",
+    "watchfiles", "xgrammar",
 }  # fmt: skip
 # Not loaded where these models run: other architectures and formats, FlashAttention 2
 # (3 is for sm_90), and what only the server or benchmarks read.

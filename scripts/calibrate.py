@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shlex
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from card import Card, CardError
-from gpu import file_name, prepare, survey, write
+from gpu import command_line, file_name, prepare, survey, write
 from kit import SCENARIOS, Kit
 from series import REPOSITORY, Problem, command
 
@@ -191,7 +189,7 @@ def on_card(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pat
         "date": date,
         **described,
         "versions": versions | {"vllm": kit.versions["patched"]},
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
         "measured": measured,
         "not measured": failed,
         # What the driver, or a desktop, held before.

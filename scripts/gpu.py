@@ -211,29 +211,30 @@ def serve(
             return answer
 
         with contextlib.ExitStack() as stack:
-            # One after the other: memory must stand still while one starts.
-            for vllm in VLLMS:
-                engine = Conversation(
-                    kit, SCENARIOS / "serve.py", [json.dumps(case)], vllm, folder
-                )
-                engines[vllm] = stack.enter_context(engine)
-                results[vllm] = engine.answer(end - time.monotonic())
-            if any(result["outcome"] != "started" for result in results.values()):
-                return results
             try:
-                for vllm, result in results.items():
-                    result["tokens"] = ask(vllm, "tokens")
-                    result["sleep"] = ask(vllm, "sleep")
-                    result["tokens_after"] = ask(vllm, "tokens")
+                # Memory stands still while one starts and sleeps.
+                for vllm in VLLMS:
+                    engine = Conversation(
+                        kit, SCENARIOS / "serve.py", [json.dumps(case)], vllm, folder
+                    )
+                    engines[vllm] = stack.enter_context(engine)
+                    started = engine.answer(end - time.monotonic())
+                    if started["outcome"] != "started":
+                        raise NoAnswer(vllm, started)
+                    results[vllm] = started
+                    started["tokens"] = ask(vllm, "tokens")
+                    started["sleep"] = ask(vllm, "sleep")
+                    started["tokens_after"] = ask(vllm, "tokens")
+                    started["decode"] = []
                     ask(vllm, f"decode {STEPS}")  # warm
-                    result["decode"] = []
                 for _ in range(ROUNDS):
                     for vllm, result in results.items():
                         decoded = ask(vllm, f"decode {STEPS}")
                         result["decode"].append(decoded["seconds"])
             except NoAnswer as error:
                 vllm, answer = error.args
-                return results | {vllm: answer}
+                not_started = {"outcome": "not started"}
+                return dict.fromkeys(VLLMS, not_started) | results | {vllm: answer}
             for result in results.values():
                 seconds = statistics.median(result["decode"])
                 result["ms_per_step"] = 1000 * seconds / STEPS
@@ -393,6 +394,12 @@ def survey(large: bool | None = None) -> tuple[Machine, dict[str, Any]]:
     return machine, {"gpu": described | {"virtual": virtual}, "host": host}
 
 
+def command_line() -> str:
+    """How this was called, without the paths of the machine."""
+    script, *arguments = (Path(a).name if "/" in a else a for a in sys.argv)
+    return shlex.join(["python", f"scripts/{script}", *arguments])
+
+
 def file_name(gpu: str, date: str, version: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return f"{plain}-{date}-{version}.json"
@@ -431,7 +438,7 @@ def main(args: argparse.Namespace) -> None:
             "date": date,
             **described,
             "versions": kit.installed() | {f"{v} vllm": kit.versions[v] for v in VLLMS},
-            "command": shlex.join(["python", *sys.argv]),
+            "command": command_line(),
             "cases": {},
         }
         target = (args.out or args.root / "results") / file_name(

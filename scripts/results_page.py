@@ -23,7 +23,6 @@ NONE = "\nNo results yet: nothing here has run on a GPU.\n"
 # Figures worth a line of their own, by where a result has them.
 FIGURES = {
     "outcome": "outcome",
-    "process_peak": "peak of the process",
     "peak": "peak",
     "needed": "the most that tensors hold",
     "ms_per_step": "time per step, ms",
