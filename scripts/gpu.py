@@ -277,15 +277,19 @@ def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Che
 def own_tests(
     kit: Kit, machine: Machine, folder: Path, limit: float
 ) -> dict[str, Result]:
+    end = time.monotonic() + 2 * limit
     results = {}
-    for vllm in VLLMS:
+    # That some fail is known soon; that all pass takes all.
+    for vllm, options in (("unpatched", ["--maxfail=4"]), ("patched", [])):
         (folder / vllm).mkdir()
-        results[vllm] = kit.run_own_tests(vllm, folder / vllm, limit)
+        left = end - time.monotonic()
+        results[vllm] = kit.run_own_tests(vllm, folder / vllm, left, *options)
     return results
 
 
 def tests_pass(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
-    failed = unpatched.get("failed", [])
+    # What cannot be imported is named for its file.
+    failed = [n for n in unpatched.get("failed", []) if n.startswith("test_")]
     yield "unpatched: some fail", len(failed), len(failed) > 0
     failed = patched.get("failed", ["no result"])
     if machine.virtual:
@@ -303,7 +307,6 @@ CASES = (
         churns,
         needs=9 * GIB,
     ),
-    load_of("churn", 5 * GIB),
     load_of("growing", 8 * GIB),
     load_of("experts", 29 * GIB),
     Case(
