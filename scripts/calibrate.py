@@ -26,7 +26,7 @@ from kit import SCENARIOS, Kit
 from series import REPOSITORY, Problem, command
 
 PROBE = REPOSITORY / "scripts/probe.py"
-LIMIT = 200.0
+LIMIT = 400.0
 # What the profile can hold of what was measured, and what it is.
 PARAMETERS = {
     "context": "a context, when a process first uses the device",

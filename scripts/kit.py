@@ -129,7 +129,7 @@ class Kit:
             *(path for path in inherited if path != str(REPOSITORY)),
         ]
         own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        if "VGPU_RUN" not in os.environ:
+        if "VGPU_RUN" not in os.environ and not self.device:
             own["VLLM_CACHE_ROOT"] = str(self.caches / vllm / "vllm")
             own["TRITON_CACHE_DIR"] = str(self.caches / vllm / "triton")
         return os.environ | ENVIRONMENT | own
