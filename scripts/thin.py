@@ -30,20 +30,36 @@ class Entry:
 def thin(elf: bytearray, architecture: int) -> int:
     """Keep the machine code for `architecture` (90 for sm_90); returns bytes freed.
 
-    Where there is none, the container keeps its smallest entry: a driver then finds
-    no code for the device when that kernel is launched, not a damaged file.
+    Where there is none, the container keeps the smallest code for another device in
+    the file: a driver then finds no code for this one when that kernel is launched,
+    not a damaged file.
 
     Raises:
         ValueError: it is no 64-bit ELF file, or a container is malformed.
     """
+    containers = [
+        (
+            start,
+            header,
+            size,
+            list(_entries(elf, start + header, start + header + size)),
+        )
+        for start, header, size in _containers(elf)
+    ]
+    others = [
+        entry.content
+        for *_, entries in containers
+        for entry in entries
+        if entry.kind == CUBIN and entry.architecture != architecture
+    ]
+    smallest = sorted(others, key=len)[:1]
     freed = 0
-    for start, header, size in _containers(elf):
-        entries = list(_entries(elf, start + header, start + header + size))
+    for start, header, size, entries in containers:
         kept = [
             entry.content
             for entry in entries
             if entry.kind == CUBIN and entry.architecture == architecture
-        ] or [min((entry.content for entry in entries), key=len)]
+        ] or [min([*(entry.content for entry in entries), *smallest], key=len)]
         content = b"".join(kept)
         elf[start + 8 : start + 16] = struct.pack("<Q", len(content))
         elf[start + header : start + header + size] = content.ljust(size, b"\0")
