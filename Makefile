@@ -6,7 +6,8 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load bench-start bench-fragmentation
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load \
+  bench-start bench-fragmentation gpu calibrate bundle results-page
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -54,6 +55,7 @@ test: vgpu envelope overlay  ## what shows that it works, in minutes
 
 test-all: vgpu envelope overlay check  ## everything
 	.venv/bin/python -m pytest tests/tools
+	.venv/bin/python -m pytest tests/gpu
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
 	$(MAKE) -s .venv-torch-2.11.0/ready
 	.venv-torch-2.11.0/bin/python -m pytest -n 2 tests/vgpu/device
@@ -69,6 +71,22 @@ bench-start: vgpu envelope  ## what a start takes of what it requested
 
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench_fragmentation)
+
+gpu: vgpu envelope  ## the suite on this machine's GPU; ONLY=pattern
+	@$(call RUN,gpu) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,results_page)
+
+calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
+	@$(call RUN,calibrate)
+	@$(call RUN,results_page)
+
+bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network
+	@$(MAKE) -s wheel ARCH=x86_64
+	@$(call RUN,bundle) $(if $(SM),--architecture $(SM)) \
+	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
+
+results-page: .venv/ready  ## docs/gpu.md from results/
+	@$(call RUN,results_page)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files

@@ -103,7 +103,7 @@ class Row:
 
     def ratio(self, site: str) -> float:
         """Peak by requested."""
-        return float(self.of(site).get("peak", MEMORY)) / self.requested
+        return float(self.of(site).get("process_peak", MEMORY)) / self.requested
 
     def line(self) -> str:
         cells = [self.model, self.runner, f"{self.percent / 100:.2f}"]
@@ -199,7 +199,9 @@ def verdict(rows: list[Row]) -> Iterator[str]:
     if not both:
         return
     kept = [row.envelope["kv"] - row.official["kv"] for row in both]
-    ours, theirs = (sum(r.of(site)["seconds"] for r in both) for site in SITES[::-1])
+    ours, theirs = (
+        sum(r.of(site)["processor_seconds"] for r in both) for site in SITES[::-1]
+    )
     yield (
         f"- KV cache, ours less the official's: {min(kept) / MIB:.0f} to "
         f"{max(kept) / MIB:.0f} MiB; processor time, ours by the official's: "

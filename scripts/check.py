@@ -61,11 +61,11 @@ def main(args: argparse.Namespace) -> None:
         raise Problem(f"{len(failed)} of {len(patches)} patches: {', '.join(failed)}")
 
 
-def touched_lines(tree: Path) -> dict[str, set[int]]:
-    """The lines of each file that HEAD's commit added or changed."""
+def touched_lines(tree: Path, since: str = "HEAD~") -> dict[str, set[int]]:
+    """The lines of each file added or changed by HEAD's commit, or since another."""
     touched: dict[str, set[int]] = {}
     lines: set[int] = set()
-    for line in git(tree, "diff", "-U0", "--no-renames", "HEAD~", "HEAD").splitlines():
+    for line in git(tree, "diff", "-U0", "--no-renames", since, "HEAD").splitlines():
         if line.startswith("+++ "):
             lines = set()
             if line != "+++ /dev/null":
@@ -121,16 +121,25 @@ def syntax(tree: Path, touched: dict[str, set[int]]) -> list[str]:
     return faults
 
 
-def own_tests(
-    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path
-) -> list[str]:
-    """Run the tests whose lines the patch touches, without it and with it."""
-    tests = [
+def tests_of_series(base: Base) -> list[str]:
+    """The tests that the whole series touches."""
+    return tests_in(base.tree, touched_lines(base.tree, BASE_REF))
+
+
+def tests_in(tree: Path, touched: dict[str, set[int]]) -> list[str]:
+    return [
         f"{name}::{function}"
         for name, lines in touched.items()
         if name.startswith("tests/") and Path(name).name.startswith("test_")
         for function in touched_tests((tree / name).read_text(), lines)
     ]
+
+
+def own_tests(
+    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path
+) -> list[str]:
+    """Run the tests whose lines the patch touches, without it and with it."""
+    tests = tests_in(tree, touched)
     if not tests:
         return ["it touches no test"]
     python = base.root / f".venv-vllm-{base.version}/bin/python"

@@ -45,7 +45,7 @@ def starts(
     assert len(results) == len(cases)
     for asked, result in zip(cases, results, strict=True):
         utilization = asked["llm"]["gpu_memory_utilization"]
-        result["within"] = result["peak"] <= math.ceil(memory * utilization)
+        result["within"] = result["process_peak"] <= math.ceil(memory * utilization)
     return list(results)
 
 
@@ -87,7 +87,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     """A state for each sequence does not fit: found before graphs are profiled."""
-    asked = case("hybrid", v2, 50)
+    asked = case("hybrid", v2, 62)
     (refused,) = starts([asked], "envelope", tmp_path)
     assert refused["outcome"] == "ValueError" and refused["within"]
     needed = re.search(
@@ -96,10 +96,14 @@ def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     )
     assert needed and int(needed[1]) > int(needed[2])
     utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", refused["error"])
-    assert utilization and "--enforce-eager" in refused["error"]
-    enough = {"gpu_memory_utilization": float(utilization[1])}
-    eager = {"enforce_eager": True, "compilation_config": {}}
-    again = [asked | {"llm": asked["llm"] | flags} for flags in (enough, eager)]
+    sequences = re.search(r"--max-num-seqs (\d+)", refused["error"])
+    assert utilization and sequences and "--enforce-eager" in refused["error"]
+    each: list[dict[str, Any]] = [
+        {"gpu_memory_utilization": float(utilization[1])},
+        {"max_num_seqs": int(sequences[1])},
+        {"enforce_eager": True, "compilation_config": {}},
+    ]
+    again = [asked | {"llm": asked["llm"] | flags} for flags in each]
     for result in starts(again, "envelope", tmp_path):
         assert result["outcome"] == "started" and result["within"], result
 

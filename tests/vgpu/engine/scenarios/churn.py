@@ -1,12 +1,14 @@
 """Transients of varied size beside small weights that stay, in the weights pool.
 
 What loading a quantised mixture of experts does (vllm #43951), without the model.
+The argument is a JSON object: "free", if given, is what another process leaves.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import sys
 from typing import Any
 
 MIB = 2**20
@@ -14,17 +16,21 @@ ROUNDS = 24
 
 
 def main() -> None:
+    case = json.loads(sys.argv[1])
+    import device
     import torch
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from vgpu import control
-
+    torch.cuda.mem_get_info()  # a context
+    if "free" in case:
+        device.leave(case["free"])
+    before = device.used()
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")
     allocator = CuMemAllocator.get_instance()
 
     def figures() -> dict[str, int]:
         return {
-            "used": control.used(),
+            "used": device.used() - before,
             "recorded": allocator.get_current_usage(),
             "reserved": torch.cuda.memory_reserved(),
             "live": sum(weight.nbytes for weight in weights),

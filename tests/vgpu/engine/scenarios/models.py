@@ -97,6 +97,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
     },
 }
+# Of a size that keeps a GPU busy, and leaves room for two on one of 16 GiB.
+LARGE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+MODELS["large dense"] = MODELS["dense"] | LARGE
+MODELS["large moe"] = (
+    MODELS["moe"]
+    | LARGE
+    | {"num_hidden_layers": 8, "num_experts": 32, "moe_intermediate_size": 768}
+)
 
 
 def write(name: str, folder: Path) -> str:

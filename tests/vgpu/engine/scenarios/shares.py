@@ -1,8 +1,8 @@
 """What vLLM makes of the memory of each device: total, free, request, consumption.
 
 The argument is a JSON object: "cases", for each device of the run its utilization
-and, if any, its limit and what another process moves during the load; "platform"
-names vLLM's platform class where vLLM would find none.
+and, if any, its limit, what another process holds and what it moves during the load;
+"platform" names vLLM's platform class where vLLM would find none.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ def total(device: int) -> int | str:
 
 def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
     import torch
+    from device import other_process
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
     from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
     from vllm.v1.worker.utils import request_memory
-
-    from vgpu import control
 
     result: dict[str, Any] = {}
     limit: dict[str, Any] = {}
@@ -57,6 +56,8 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("limit"):
         limit = {"gpu_memory_limit_bytes": case["limit"]}
         before = {"reports_before_init": current_platform.get_memory_reports(device)}
+    if case.get("held"):
+        other_process(case["held"], device)
     torch.cuda.set_device(device)
     held = torch.empty(HELD, dtype=torch.uint8, device=device)
     try:
@@ -65,7 +66,7 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
         with memory_profiling(snapshot) as profile:
             load = torch.empty(LOAD, dtype=torch.uint8, device=device)
             if case.get("moved"):
-                control.other_process(case["moved"], device)
+                other_process(case["moved"], device)
         result["consumed"] = profile.total_consumed
         del load
         cache = CacheConfig(gpu_memory_utilization=case["utilization"], **limit)

@@ -21,32 +21,52 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
+    "held": 0,  # what another process holds before the start
+    "free": 0,  # what another process leaves, if given
     "moved": "",  # what another process takes or releases as profiling begins
+    "profiles": 1,  # how often memory is profiled
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
+PHASES = (
+    "init_device",
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
 
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    assert asked.keys() <= DEFAULTS.keys(), asked
-    case = DEFAULTS | asked
+    import device
+
+    device.watch_peak()
     result: dict[str, Any] = {"outcome": "started"}
     try:
-        run(case, result)
+        run(asked, result)
     except Exception as error:  # an outcome, not an accident
         result["outcome"] = type(error).__name__
         result["error"] = str(error)[:2000]
-    from vgpu import control
-
-    result["peak"] = control.peak()
-    result["process_peak"] = control.process_peak()
-    result["seconds"] = time.process_time()
+    result["processor_seconds"] = time.process_time()
+    result["peak"] = device.peak()
+    result["process_peak"] = device.process_peak()
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def run(case: dict[str, Any], result: dict[str, Any]) -> None:
+def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
+    llm = engine(asked, result)
+    if tokens := asked.get("generate"):
+        result["tokens"] = generate(llm, tokens)
+    if level := asked.get("sleep"):
+        result["sleep"] = sleep(llm, level)
+
+
+def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """An engine, with what its start took in `result`."""
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(case["v2"])),
@@ -54,12 +74,14 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    began = time.perf_counter()
+    import device
     import models
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    from vgpu import control
-
+    seconds = {"import": time.perf_counter() - began}
+    result["seconds"] = seconds
     arguments: dict[str, Any] = {
         "max_model_len": 2048,
         "max_num_seqs": 16,
@@ -72,11 +94,17 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
+    if case["held"]:
+        device.other_process(case["held"])
+    if case["free"]:
+        device.leave(case["free"])
     if case["moved"]:
         move_at_profiling(case["moved"])
-    record_graphs(result)
+    record_graphs(result, case["profiles"])
     if case["model"] == "hybrid":
         index_chunks_on_host()
+    time_phases(seconds)
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         if case["draft"]:
             arguments["speculative_config"] = {
@@ -93,56 +121,42 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
             disable_log_stats=True,
             **(arguments | case["llm"]),
         )
+    seconds["engine"] = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
     result |= {
         "blocks": config.cache_config.num_gpu_blocks,
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
-        "used": control.used(),
+        "used": device.used(),
         "reserved": torch.cuda.memory_reserved(),
-        "kernels": control.kernels(),
+        "kernels": device.kernels(),
+        "memory": llm.collective_rpc(memory)[0] | {"graphs": result.get("graphs", 0)},
     }
-    if case["generate"]:
-        result["tokens"] = generate(llm, SamplingParams, case["generate"])
-    if case["sleep"]:
-        from vllm.device_allocator import get_mem_allocator_instance
-
-        records = get_mem_allocator_instance().pointer_to_data.values()
-        pooled = sum(data.handle[1] for data in records)
-        awake = control.used()
-        llm.sleep(level=case["sleep"])
-        asleep = control.used()
-        llm.wake_up(tags=["weights"])
-        weights = control.used()
-        llm.wake_up(tags=["kv_cache"])
-        result["sleep"] = {
-            "pooled": pooled,
-            "awake": awake,
-            "asleep": asleep,
-            "weights": weights,
-            "awake again": control.used(),
-        }
+    return llm
 
 
-def record_graphs(result: dict[str, Any]) -> None:
+def record_graphs(result: dict[str, Any], profiles: int) -> None:
     """What CUDA graphs were thought to take, and what they keep, in bytes."""
+    import device
     import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vgpu import control
-
     profile = Worker.determine_available_memory
 
     def profiling(worker: Worker) -> int:
         result["requested"] = worker.requested_memory
-        result["kv"] = int(profile(worker))
-        result["estimate"] = int(worker.cudagraph_memory_estimate)
+        result["estimates"] = []
+        for _ in range(profiles):
+            result["kv"] = int(profile(worker))
+            estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
+            result["estimates"].append(estimate)
+        result["estimate"] = estimate
         return int(result["kv"])
 
     Worker.determine_available_memory = profiling
     for runner in V1, V2:
-        record_capture(runner, result, torch.cuda.empty_cache, control.used)
+        record_capture(runner, result, torch.cuda.empty_cache, device.used)
 
 
 def record_capture(
@@ -176,30 +190,88 @@ def index_chunks_on_host() -> None:
 
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
-            module.prepare_chunk_indices = exact
+            vars(module)[prepare.__name__] = exact
 
 
-def move_at_profiling(size: str) -> None:
+def time_phases(seconds: dict[str, float]) -> None:
+    """Note how long each phase of the worker's start takes."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vgpu import control
+    def timed(name: str) -> None:
+        method = getattr(Worker, name)
+
+        def phase(*arguments: Any, **keywords: Any) -> Any:
+            began = time.perf_counter()
+            outcome = method(*arguments, **keywords)
+            seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+            return outcome
+
+        setattr(Worker, name, phase)
+
+    for name in PHASES:
+        timed(name)
+
+
+def memory(worker: Any) -> dict[str, int]:
+    """What vLLM measured, in bytes; with an explicit KV cache only the model."""
+    model = {"model": int(worker.model_runner.model_memory_usage)}
+    if not hasattr(worker, "cudagraph_memory_estimate"):
+        return model
+    estimate = int(worker.cudagraph_memory_estimate)
+    # The official release counts the estimate in.
+    counted = 0 if hasattr(worker, "fragmentation_buffer") else estimate
+    return model | {
+        "peak_activation": int(worker.peak_activation_memory - counted),
+        "graphs_estimated": estimate,
+        "kv_cache": int(worker.available_kv_cache_memory_bytes),
+    }
+
+
+def move_at_profiling(size: Any) -> None:
+    import device
+    from vllm.v1.worker.gpu_worker import Worker
 
     determine_available_memory = Worker.determine_available_memory
 
     def moving(worker: Worker) -> int:
-        control.other_process(size)
+        device.other_process(size)
         return int(determine_available_memory(worker))
 
     Worker.determine_available_memory = moving
 
 
-def generate(llm: Any, sampling: Any, tokens: int) -> list[int]:
+def generate(llm: Any, tokens: int) -> list[int]:
+    """The number of tokens of each output."""
+    from vllm import SamplingParams
+
     prompts = [{"prompt_token_ids": list(range(3, 20 + 5 * i))} for i in range(4)]
-    parameters = sampling(
+    parameters = SamplingParams(
         temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True
     )
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
     return [len(output.outputs[0].token_ids) for output in outputs]
+
+
+def sleep(llm: Any, level: int) -> dict[str, int]:
+    """Bytes used while asleep and after each stage of waking up."""
+    import device
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    records = get_mem_allocator_instance().pointer_to_data.values()
+    pooled = sum(data.handle[1] for data in records)
+    awake = device.used()
+    llm.sleep(level=level)
+    asleep = device.used()
+    llm.wake_up(tags=["weights"])
+    weights = device.used()
+    llm.wake_up(tags=["kv_cache"])
+    return {
+        "pooled": pooled,
+        "awake": awake,
+        "asleep": asleep,
+        "weights": weights,
+        "awake again": device.used(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""The suite and the calibration for GPUs, on the virtual device as if it were one.
+
+They see NVML and the driver there, not the device's own counters. What kernels would
+have computed cannot be judged: equal tokens, times, NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT
+from test_start import HOOKS
+
+MIB = 2**20
+CARD = """
+memory = "16GiB"
+context = "300MiB"
+cublas_handle = "64MiB"
+module = "1MiB"
+graph = "64KiB"
+graph_node = 4096
+"""
+PARAMETERS = {
+    "context": 300 * MIB,
+    "cublas_handle": 64 * MIB,
+    "module": MIB,
+    "graph": 64 << 10,
+    "graph_node": 4096,
+    "malloc_block": 2 * MIB,
+    "vmm_granularity": 2 * MIB,
+}
+
+
+def call(
+    script: str, *arguments: str, folder: Path, card: str = CARD
+) -> subprocess.CompletedProcess[str]:
+    """Run a script below the virtual device, or beside it if `card` is empty."""
+    command = [sys.executable, str(ROOT / f"scripts/{script}.py"), *arguments]
+    if card:
+        settings = folder / "card.toml"
+        settings.write_text(card)
+        vgpu = [sys.executable, "-m", "vgpu", "--config", str(settings), "--"]
+        command = vgpu + command
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def suite(only: str, folder: Path, card: str = CARD) -> dict[str, Any]:
+    done = call(
+        "gpu", "--out", str(folder), "--only", only, "--limit", "1400",
+        "--case-limit", "600", folder=folder, card=card,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (path,) = folder.glob("virtual-gpu-*-0.33.0.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert content["gpu"]["virtual"]
+    return content
+
+
+def test_cases_hold(tmp_path: Path) -> None:
+    content = suite("^churn$|^consumption", tmp_path)
+    assert len(content["cases"]) == 2
+    for entry in content["cases"].values():
+        assert len(entry["checks"]) >= 2
+        assert all(check["holds"] for check in entry["checks"])
+    # The context, which was there before, is not counted.
+    churned = content["cases"]["churn"]["patched"]
+    assert churned["after"]["used"] == 2400 * MIB
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
+    content = suite("^serving: dense", tmp_path, CARD + HOOKS)
+    entry = content["cases"]["serving: dense"]
+    assert len(entry["checks"]) == 4  # served, and slept, each
+    for vllm in ("unpatched", "patched"):
+        assert len(entry[vllm]["decode"]) == 12
+        assert entry[vllm]["seconds"].keys() > {"import", "load_model", "engine"}
+
+
+def test_a_mig_instance_is_named(tmp_path: Path) -> None:
+    uuid = "MIG-a0000000-0000-0000-0000-000000000001"
+    mig = f'memory = "33GiB"\nmig_uuid = "{uuid}"\nmig_parent_total = "141GiB"\n'
+    content = suite("^start within", tmp_path, mig)
+    assert content["gpu"]["share"] == "MIG"
+    assert content["gpu"]["memory"] == 33 << 30
+    (entry,) = content["cases"].values()
+    assert entry == {"not run": "MIG"}
+
+
+def test_a_virtual_result_is_not_written_among_those_of_gpus(tmp_path: Path) -> None:
+    for script in ("gpu", "calibrate"):
+        done = call(script, folder=tmp_path)
+        assert done.returncode == 1
+        assert "this is the virtual device: --out FOLDER is needed" in done.stderr
+
+
+def test_the_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
+    done = call("probe", "driver", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.partition("RESULT ")[2])
+    assert {key: found[key] for key in PARAMETERS} == PARAMETERS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_a_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> None:
+    done = call(
+        "calibrate", "--small", "--no-predict", "--out", str(tmp_path), folder=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    profile = tomllib.loads((tmp_path / "virtual-gpu.toml").read_text())
+    assert {key: profile[key] for key in PARAMETERS} == PARAMETERS
+    assert profile["memory"] == 16 << 30
+    (path,) = tmp_path.glob("calibration-*.json")
+    assert "NCCL error" in json.loads(path.read_text())["not measured"]["nccl"]
+    done = call("calibrate", "--predict", str(path), folder=tmp_path, card="")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (start,) = json.loads(path.read_text())["starts"].values()
+    predicted, card = start["predicted"]["memory"], start["card"]["memory"]
+    assert card["kv_cache"] > 7 << 30 and card["graphs"] > 0
+    assert predicted == card
