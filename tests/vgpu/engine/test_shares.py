@@ -104,6 +104,7 @@ def observe(
     return results[::-1] if process == "reversed" else results
 
 
+@pytest.mark.topic
 @pytest.mark.parametrize(
     ("vllm", "process", "names"),
     [
