@@ -1,12 +1,15 @@
 # The commands people type; each calls one script. See README.md.
 PYTHON ?= python3
 BASE ?= 0.33.0
+OLDER := 0.26.0
 ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
+# They try the newest series.
+TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests/tools)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all lint bench bench-load \
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all topics lint bench bench-load \
   bench-start bench-fragmentation gpu calibrate bundle results-page
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
@@ -50,15 +53,19 @@ envelope: wheel
 	@$(call RUN,unpack)
 
 test: vgpu envelope overlay  ## what shows that it works, in minutes
-	.venv/bin/python -m pytest tests/tools
+	$(TOOLS_TESTS)
 	$(ENV)/bin/python -m pytest -n 2 -m "not full" tests/vgpu
 
 test-all: vgpu envelope overlay check  ## everything
-	.venv/bin/python -m pytest tests/tools
+	$(TOOLS_TESTS)
 	.venv/bin/python -m pytest tests/gpu
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu
-	$(MAKE) -s .venv-torch-2.11.0/ready
-	.venv-torch-2.11.0/bin/python -m pytest -n 2 tests/vgpu/device
+	$(MAKE) topics BASE=$(OLDER)
+
+topics: vgpu envelope  ## BASE=: its wheel, each topic once, the device with its torch
+	@$(call RUN,verify) $(WHEEL)
+	$(ENV)/bin/python -m pytest -n 2 -m topic tests/vgpu/engine
+	$(ENV)/bin/python -m pytest -n 2 tests/vgpu/device
 
 bench: .venv/ready
 	@$(call RUN,bench_wheel)

@@ -99,7 +99,7 @@ def begin(old: Base, version: str, folder: Path) -> Base:
             )
         text = text.replace(before.file, after[0].file)
         text = text.replace(before.sha256, after[0].sha256)
-    text = text.replace(f'version = "{old.version}"', f'version = "{version}"')
+    text = text.replace(old.version, version)
     path = folder / f"patches/v{version}/base.toml"
     path.parent.mkdir(parents=True)
     path.write_text(text)

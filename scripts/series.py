@@ -2,8 +2,9 @@
 
 A release is a folder ``patches/v<version>`` with ``base.toml`` (what upstream
 published, pinned by sha256), ``series`` (patch file names in order) and the
-patches. ``vllm/`` is that release's source distribution plus one commit a
-patch; the refs below ``refs/envelope/`` in its repository say what it was made
+patches. ``vllm/`` (or the ``tree`` of ``base.toml``, so that two releases can lie
+side by side) is that release's source distribution plus one commit a patch; the
+refs below ``refs/envelope/`` in its repository say what it was made
 from, so that work which exists nowhere else is never overwritten.
 """
 
@@ -105,6 +106,7 @@ class Base:
     sdist: Artifact
     wheels: dict[str, Artifact]
     extensions: tuple[Extension, ...]
+    tree: Path
 
     @classmethod
     def load(cls, root: Path, version: str) -> Base:
@@ -138,6 +140,7 @@ class Base:
                     )
                     for member, e in data.get("extension", {}).items()
                 ),
+                tree=root / data.get("tree", "vllm"),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise Problem(f"{path} is not a valid base: {error!r}") from error
@@ -145,10 +148,6 @@ class Base:
     @property
     def folder(self) -> Path:
         return self.root / f"patches/v{self.version}"
-
-    @property
-    def tree(self) -> Path:
-        return self.root / "vllm"
 
     def wheel(self, arch: str) -> Artifact:
         if arch not in self.wheels:

@@ -59,7 +59,7 @@ def keep(base: Base) -> bool:
     if git(tree, "status", "--porcelain") or (tree / ".git/rebase-apply").exists():
         raise Problem(
             f"{tree} has uncommitted changes, and would be overwritten. Commit them "
-            "and 'make export', or discard them (git -C vllm stash)."
+            "and 'make export', or discard them (git -C {tree} stash)."
         )
     made_from = tree / ".git/envelope"
     same = made_from.is_file() and made_from.read_text() == base.digest()

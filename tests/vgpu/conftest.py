@@ -1,4 +1,4 @@
-"""Tests on the virtual CUDA device; run with the interpreter of .venv-vllm-0.33.0."""
+"""Tests on the virtual CUDA device; with .venv-vllm-<release>."""
 
 import sys
 from pathlib import Path

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 SCENARIOS = Path(__file__).parent / "scenarios"
 # The official release is the installed one; ours lies before it on the path.
-SITES = {"official": "", "envelope": str(ROOT / "build/envelope-0.33.0")}
+BASE = version("vllm")
+SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 
 
 def run(

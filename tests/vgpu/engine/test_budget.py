@@ -9,7 +9,7 @@ import pytest
 from harness import run
 
 MIB, GIB = 2**20, 2**30
-full = pytest.mark.full
+full, topic = pytest.mark.full, pytest.mark.topic
 
 CONTEXT = {"context": "300MiB", "cublas_handle": "64MiB"}
 # cuBLAS's workspace: held before the budget is taken, as a context is.
@@ -55,6 +55,12 @@ REFUSED = "".join(
 )
 
 
+def cases(*topics: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=topic) if n in topics else n for n in CASES]
+    )
+
+
 def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
     device, case, *_ = CASES[name]
     return run(
@@ -67,7 +73,7 @@ def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, 
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("limit beside a co-tenant", "co-tenant that releases")
 def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
     _, case, share, _ = CASES[name]
     # The limit alone decides.
@@ -79,7 +85,7 @@ def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
 
 
 @full
-@pytest.mark.parametrize("name", CASES)
+@cases("co-tenant that releases")
 def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
     _, case, share, error = CASES[name]
     llm = case["llm"]

@@ -15,6 +15,7 @@ DEVICE = {"memory": "8GiB"}
 WEIGHT = 100 * MIB
 
 
+@pytest.mark.topic
 def test_official_churn_loses_memory_and_dies(tmp_path: Path) -> None:
     """vllm #43951: after one failed allocation nothing can be allocated or freed."""
     result = run("churn", {}, vllm="official", device=DEVICE, folder=tmp_path)
@@ -33,6 +34,7 @@ def test_official_churn_loses_memory_and_dies(tmp_path: Path) -> None:
     assert result["freed"]["used"] > 0
 
 
+@pytest.mark.topic
 def test_envelope_churn_is_bounded_and_returns_all(tmp_path: Path) -> None:
     result = run("churn", {}, vllm="envelope", device=DEVICE, folder=tmp_path)
     assert result["outcome"] == "loaded" and "exit" not in result

@@ -22,11 +22,13 @@ CASES = {
     "nvfp4": "OutOfMemoryError",
     "dense": "loaded",
 }
-QUICK = ("experts",)
 SMALL = {"memory": "96MiB"}
 cases = pytest.mark.parametrize(
     "case",
-    [c if c in QUICK else pytest.param(c, marks=pytest.mark.full) for c in CASES],
+    [
+        pytest.param(c, marks=pytest.mark.topic if c == "experts" else pytest.mark.full)
+        for c in CASES
+    ],
 )
 
 

@@ -27,6 +27,7 @@ bytes = 512
     for argument, value in ((0, 1), (1, 0))
 )
 full = pytest.mark.full
+TOPIC = ("moe-v2-sleep2", "envelope")
 
 CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
     "dense-v1-sleep1": (
@@ -67,7 +68,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
 @pytest.mark.parametrize(
     ("case", "vllm"),
     [
-        pytest.param(case, vllm, id=f"{name}-{vllm}", marks=marks)
+        pytest.param(
+            case,
+            vllm,
+            id=f"{name}-{vllm}",
+            marks=(*marks, pytest.mark.topic) if (name, vllm) == TOPIC else marks,
+        )
         for name, (case, marks) in CASES.items()
         for vllm in (["official", "envelope"] if case.get("sleep") else ["official"])
     ],

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-BASE = "0.33.0"
+BASE = importlib.metadata.version("vllm")
 
 
 @pytest.fixture

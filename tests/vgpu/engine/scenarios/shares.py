@@ -67,7 +67,7 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
             load = torch.empty(LOAD, dtype=torch.uint8, device=device)
             if case.get("moved"):
                 other_process(case["moved"], device)
-        result["consumed"] = profile.total_consumed
+        result["consumed"] = profile.non_kv_cache_memory  # there are no activations
         del load
         cache = CacheConfig(gpu_memory_utilization=case["utilization"], **limit)
         result["requested"] = request_memory(snapshot, cache)

@@ -1,0 +1,27 @@
+"""The series of an older release has the topics of the newest, or says why not."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from conftest import SCRIPTS
+
+PATCHES = SCRIPTS.parent / "patches"
+NEWEST, *OLDER = sorted(
+    (folder.name for folder in PATCHES.glob("v*")),
+    key=lambda name: [int(part) for part in name[1:].split(".")],
+    reverse=True,
+)
+
+
+def topics(release: str) -> list[str]:
+    return (PATCHES / release / "series").read_text().split()
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_topics_of_an_older_release(release: str) -> None:
+    base = tomllib.loads((PATCHES / release / "base.toml").read_text())
+    absent: dict[str, str] = base.get("absent", {})
+    assert absent.keys() <= set(topics(NEWEST)) and all(absent.values())
+    assert topics(release) == [t for t in topics(NEWEST) if t not in absent]
