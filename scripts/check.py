@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -147,11 +148,16 @@ def own_tests(
         raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
     shutil.copytree(tree / "tests", folder / "run/tests")
     shutil.copy2(tree / "pyproject.toml", folder / "run")
-    results = {}
+    sites = {}
     for when in ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
-        site = overlay(base, tree, python, folder)
-        results[when] = run_tests(base, site, python, tests, folder)
+        sites[when] = overlay(base, tree, python, folder / f"site {when}")
+    with ThreadPoolExecutor(len(sites)) as pool:
+        outcomes = pool.map(
+            lambda site: run_tests(base, site, python, tests, folder), sites.values()
+        )
+        results = dict(zip(sites, outcomes, strict=True))
+    for site in sites.values():
         shutil.rmtree(site)
     git(tree, "checkout", "-q", "check")
     shutil.rmtree(folder / "run")
@@ -172,17 +178,16 @@ def own_tests(
     return faults
 
 
-def overlay(base: Base, tree: Path, python: Path, folder: Path) -> Path:
+def overlay(base: Base, tree: Path, python: Path, site: Path) -> Path:
     """The installed official vLLM with what ``tree`` changes, for PYTHONPATH."""
     purelib = run(
-        folder,
+        tree,
         str(python),
         "-c",
         "import sysconfig; print(sysconfig.get_path('purelib'))",
     ).stdout.strip()
-    site = folder / "site"
     shutil.copytree(f"{purelib}/vllm", site / "vllm", copy_function=os.link)
-    members = changed_members(base, tree, os.uname().machine, folder)
+    members = changed_members(base, tree, os.uname().machine, site.parent)
     for name, content in members.items():
         (site / name).unlink(missing_ok=True)
         if content is not None:
@@ -195,8 +200,7 @@ def run_tests(
     base: Base, site: Path, python: Path, tests: list[str], folder: Path
 ) -> dict[str, str]:
     """Outcome (passed, failed or skipped) by test name."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
+    report = site / "report.xml"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(
             (str(site), str(base.root), str(folder / "run/tests/vllm_test_utils"))

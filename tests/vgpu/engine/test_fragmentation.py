@@ -34,7 +34,7 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), V2, LORA])
+@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), LORA])
 def test_official_dies_of_fragmentation(case: dict[str, Any], tmp_path: Path) -> None:
     (load,) = serve(case, "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"

@@ -36,16 +36,15 @@ def case(model: str, v2: bool, percent: int, **llm: Any) -> dict[str, Any]:
 
 
 def starts(
-    cases: list[dict[str, Any]], vllm: str, folder: Path, memory: int = MEMORY
+    cases: list[dict[str, Any]], vllm: str, folder: Path
 ) -> list[dict[str, Any]]:
-    device = DEVICE | {"memory": memory}
     results = run(
-        "starts", cases, vllm=vllm, device=device, folder=folder, timeout=900
+        "starts", cases, vllm=vllm, device=DEVICE, folder=folder, timeout=900
     )["results"]
     assert len(results) == len(cases)
     for asked, result in zip(cases, results, strict=True):
         utilization = asked["llm"]["gpu_memory_utilization"]
-        result["within"] = result["process_peak"] <= math.ceil(memory * utilization)
+        result["within"] = result["process_peak"] <= math.ceil(MEMORY * utilization)
     return list(results)
 
 
@@ -62,7 +61,7 @@ def test_official_takes_more_than_requested(v2: bool, tmp_path: Path) -> None:
         hybrid, eagle = starts(cases, "official", tmp_path)
         assert hybrid["outcome"] == "started" and not hybrid["within"]
         # And the graphs are thought to take far more than they do (#53013).
-        assert eagle["outcome"] == "started" and off(eagle) > 64 * MIB
+        assert eagle["outcome"] == "started" and off(eagle) > 32 * MIB
     else:
         (dense,) = starts([case("dense", v2, 18)], "official", tmp_path)
         assert dense["outcome"] == "started" and not dense["within"]
@@ -78,7 +77,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
     ]
     refused, *started = starts(cases, "envelope", tmp_path)
     assert refused["outcome"] == "ValueError" and refused["within"], refused
-    assert "that were requested" in refused["error"]
+    assert "requested" in refused["error"]
     for result in started:
         assert result["outcome"] == "started" and result["within"], result
         assert off(result) <= 32 * MIB
@@ -87,7 +86,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     """A state for each sequence does not fit: found before graphs are profiled."""
-    asked = case("hybrid", v2, 62)
+    asked = case("hybrid", v2, 65)
     (refused,) = starts([asked], "envelope", tmp_path)
     assert refused["outcome"] == "ValueError" and refused["within"]
     needed = re.search(
@@ -108,15 +107,13 @@ def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
         assert result["outcome"] == "started" and result["within"], result
 
 
-@pytest.mark.full
-def test_hybrid_with_more_states_than_fit(tmp_path: Path) -> None:
-    """16 GiB, 512 sequences: the official release takes 2.70 GiB of 2.56 to learn that
-    it cannot start."""
-    asked = case("hybrid", True, 16, max_num_seqs=512)
-    (official,) = starts([asked], "official", tmp_path, memory=16 << 30)
-    assert "max_num_seqs (512) exceeds available Mamba" in official["error"]
-    assert not official["within"]
-    (ours,) = starts([asked], "envelope", tmp_path, memory=16 << 30)
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_envelope_refuses_what_the_official_finds_too_late(
+    v2: bool, tmp_path: Path
+) -> None:
+    """The counterpart of test_findings.py: utilization is inert there."""
+    asked = case("hybrid", v2, 45, max_num_seqs=512)
+    (ours,) = starts([asked], "envelope", tmp_path)
     assert ours["outcome"] == "ValueError" and ours["within"], ours
 
 
