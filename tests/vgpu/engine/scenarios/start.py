@@ -21,7 +21,9 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
-    "moved": "",  # what another process takes or releases as profiling begins
+    "moved": "",  # what another process takes or releases as a phase begins
+    "moved_at": "profile",  # the phase
+    "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "llm": {},  # further arguments of LLM
 }
@@ -33,11 +35,17 @@ def main() -> None:
     assert asked.keys() <= DEFAULTS.keys(), asked
     case = DEFAULTS | asked
     result: dict[str, Any] = {"outcome": "started"}
-    try:
-        run(case, result)
-    except Exception as error:  # an outcome, not an accident
-        result["outcome"] = type(error).__name__
-        result["error"] = str(error)[:2000]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        if case["report"]:
+            os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(report)
+        try:
+            run(case, result)
+        except Exception as error:  # an outcome, not an accident
+            result["outcome"] = type(error).__name__
+            result["error"] = str(error)[:2000]
+        if report.exists():
+            result["report"] = json.loads(report.read_text())
     from vgpu import control
 
     result["peak"] = control.peak()
@@ -73,7 +81,9 @@ def run(case: dict[str, Any], result: dict[str, Any]) -> None:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
     if case["moved"]:
-        move_at_profiling(case["moved"])
+        move_as(case["moved_at"], case["moved"])
+    if case["report"]:
+        record_reported(result)
     record_graphs(result)
     if case["model"] == "hybrid":
         index_chunks_on_host()
@@ -179,18 +189,44 @@ def index_chunks_on_host() -> None:
             module.prepare_chunk_indices = exact
 
 
-def move_at_profiling(size: str) -> None:
+def move_as(phase: str, size: str) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
 
     from vgpu import control
 
-    determine_available_memory = Worker.determine_available_memory
+    beginnings: dict[str, list[tuple[Any, str]]] = {
+        "load": [(Worker, "load_model")],
+        "profile": [(Worker, "determine_available_memory")],
+        "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
+        "kv_cache": [(Worker, "initialize_from_config")],
+        "capture": [(Worker, "_get_cudagraph_capture_context")],
+    }
+    for owner, name in beginnings[phase]:
+        before(owner, name, lambda: control.other_process(size))
 
-    def moving(worker: Worker) -> int:
-        control.other_process(size)
-        return int(determine_available_memory(worker))
 
-    Worker.determine_available_memory = moving
+def before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        action()
+        return original(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def record_reported(result: dict[str, Any]) -> None:
+    """What the device lent the process when its worker reported where it went."""
+    from vllm.v1.worker.memory_report import StartupMemoryReport
+
+    from vgpu import control
+
+    def record() -> None:
+        result["used_at_report"] = control.process_used()
+
+    before(StartupMemoryReport, "table", record)
 
 
 def generate(llm: Any, sampling: Any, tokens: int) -> list[int]:
