@@ -39,8 +39,12 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "profile beyond the budget": (
         case(True, 6), "profile", MORE_BUDGET, "--max-num-batched-tokens",
     ),
+    "graphs beyond the budget": (
+        case(True, 9), "profile_graphs", MORE_BUDGET, LESS_GRAPHS,
+    ),
     "nothing left for the KV cache": (
-        case(True, 9), "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
+        case(True, 9, enforce_eager=True, compilation_config={}),
+        "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "load on a full device": (
         fills(True, "load"), "load", LESS_BUDGET, "--quantization",
