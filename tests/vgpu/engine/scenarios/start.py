@@ -23,8 +23,10 @@ DEFAULTS: dict[str, Any] = {
     "generate": 0,  # tokens
     "held": 0,  # what another process holds before the start
     "free": 0,  # what another process leaves, if given
-    "moved": "",  # what another process takes or releases as profiling begins
+    "moved": "",  # what another process takes or releases as a phase begins
+    "moved_at": "profile",  # the phase
     "profiles": 1,  # how often memory is profiled
+    "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "llm": {},  # further arguments of LLM
 }
@@ -44,14 +46,24 @@ def main() -> None:
 
     device.watch_peak()
     result: dict[str, Any] = {"outcome": "started"}
-    try:
-        run(asked, result)
-    except Exception as error:  # an outcome, not an accident
-        result["outcome"] = type(error).__name__
-        result["error"] = str(error)[:2000]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        if asked.get("report"):
+            os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(report)
+        try:
+            run(asked, result)
+        except Exception as error:  # an outcome, not an accident
+            result["outcome"] = type(error).__name__
+            result["error"] = str(error)[:2000]
+        if report.exists():
+            result["report"] = json.loads(report.read_text())
     result["processor_seconds"] = time.process_time()
     result["peak"] = device.peak()
     result["process_peak"] = device.process_peak()
+    if asked.get("moved") and device.VIRTUAL:
+        from vgpu import control
+
+        control.other_process(-control.other())  # or the next start has less
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -99,7 +111,9 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["free"]:
         device.leave(case["free"])
     if case["moved"]:
-        move_at_profiling(case["moved"])
+        move_as(case["moved_at"], case["moved"])
+    if case["report"]:
+        record_reported(result)
     record_graphs(result, case["profiles"])
     if case["model"] == "hybrid":
         index_chunks_on_host()
@@ -227,17 +241,43 @@ def memory(worker: Any) -> dict[str, int]:
     }
 
 
-def move_at_profiling(size: Any) -> None:
+def move_as(phase: str, size: Any) -> None:
     import device
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
 
-    determine_available_memory = Worker.determine_available_memory
+    beginnings: dict[str, list[tuple[Any, str]]] = {
+        "load": [(Worker, "load_model")],
+        "profile": [(Worker, "determine_available_memory")],
+        "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
+        "kv_cache": [(Worker, "initialize_from_config")],
+        "capture": [(Worker, "_get_cudagraph_capture_context")],
+    }
+    for owner, name in beginnings[phase]:
+        before(owner, name, lambda: device.other_process(size))
 
-    def moving(worker: Worker) -> int:
-        device.other_process(size)
-        return int(determine_available_memory(worker))
 
-    Worker.determine_available_memory = moving
+def before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        action()
+        return original(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def record_reported(result: dict[str, Any]) -> None:
+    """What the device lent the process when its worker reported where it went."""
+    from vllm.v1.worker.memory_report import StartupMemoryReport
+
+    from vgpu import control
+
+    def record() -> None:
+        result["used_at_report"] = control.process_used()
+
+    before(StartupMemoryReport, "table", record)
 
 
 def generate(llm: Any, tokens: int) -> list[int]:
