@@ -82,7 +82,7 @@ def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("sequences", [100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sequences", [100, pytest.param(400, marks=pytest.mark.full)])
 def test_envelope_allocator_agrees_with_the_driver(
     sequences: int, tmp_path: Path
 ) -> None:

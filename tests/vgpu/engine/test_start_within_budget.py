@@ -83,7 +83,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
         assert off(result) <= 32 * MIB
 
 
-@pytest.mark.parametrize("v2", [V1, V2])
+@pytest.mark.parametrize("v2", [V2])
 def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     """A state for each sequence does not fit: found before graphs are profiled."""
     asked = case("hybrid", v2, 65)
@@ -107,7 +107,7 @@ def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
         assert result["outcome"] == "started" and result["within"], result
 
 
-@pytest.mark.parametrize("v2", [V1, V2])
+@pytest.mark.parametrize("v2", [V2])
 def test_envelope_refuses_what_the_official_finds_too_late(
     v2: bool, tmp_path: Path
 ) -> None:
