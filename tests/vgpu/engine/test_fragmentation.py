@@ -15,8 +15,8 @@ from test_start import HOOKS
 
 MIB = 2**20
 DEVICE = {"memory": "48GiB"}
-V2 = pytest.param({"v2": True}, id="v2", marks=pytest.mark.full)
-LORA = pytest.param({"lora": True}, id="lora", marks=pytest.mark.full)
+V2 = pytest.param({"v2": True}, id="v2", marks=pytest.mark.long)
+LORA = pytest.param({"lora": True}, id="lora", marks=pytest.mark.long)
 # The fourth load is the worst of eight.
 SEED = 3
 

@@ -80,7 +80,7 @@ def test_cases_hold(tmp_path: Path) -> None:
     assert churned["after"]["used"] == 2400 * MIB
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
     content = suite("^serving: dense", tmp_path, CARD + HOOKS)
@@ -115,7 +115,7 @@ def test_the_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
     assert {key: found[key] for key in PARAMETERS} == PARAMETERS
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> None:
     done = call(

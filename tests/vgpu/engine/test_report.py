@@ -80,7 +80,7 @@ def check_sums(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "v2", [pytest.param(False, id="v1", marks=pytest.mark.full), True]
+    "v2", [pytest.param(False, id="v1", marks=pytest.mark.long), True]
 )
 def test_a_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
     limited = case(v2, 90, gpu_memory_limit_bytes=GIB)
@@ -114,7 +114,7 @@ def test_phase_and_advice_beyond_the_budget(tmp_path: Path) -> None:
     check_failures([name for name in FAILURES if "full" not in name], True, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_phase_and_advice_on_a_full_device(v2: bool, tmp_path: Path) -> None:
     check_failures([name for name in FAILURES if "full" in name], v2, tmp_path)

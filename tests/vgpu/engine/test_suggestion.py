@@ -15,7 +15,7 @@ DEVICE = {"memory": "8GiB", "graph": "650MiB"}
 REQUESTED = 4 * GIB
 RUNNERS = [
     pytest.param(False, id="v1"),
-    pytest.param(True, id="v2", marks=pytest.mark.full),
+    pytest.param(True, id="v2", marks=pytest.mark.long),
 ]
 
 
@@ -47,7 +47,7 @@ def test_envelope_starts_with_what_it_suggests(v2: bool, tmp_path: Path) -> None
         assert again["blocks"] >= measured["blocks"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_startup_plan_applies_what_was_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
