@@ -30,7 +30,7 @@ def run(
     timeout: int = 420,
 ) -> dict[str, Any]:
     """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
-    if it prints several, all of them as "results".
+    if it prints several, all of them as "every".
 
     A scenario is the name of a file in scenarios/, which takes its case as JSON, or
     the path of a script with arguments of its own.
@@ -66,7 +66,7 @@ def run(
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     result: dict[str, Any] = results[-1]
     return result | {
-        "results": results,
+        "every": results,
         "stdout": done.stdout,
         "stderr": done.stderr,
     }

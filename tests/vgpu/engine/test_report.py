@@ -65,7 +65,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def starts(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = run(
         "starts", cases, vllm="envelope", device=DEVICE, folder=folder, timeout=900
-    )["results"]
+    )["every"]
     assert len(results) == len(cases)
     return results
 

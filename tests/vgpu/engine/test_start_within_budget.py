@@ -40,7 +40,7 @@ def starts(
 ) -> list[dict[str, Any]]:
     results = run(
         "starts", cases, vllm=vllm, device=DEVICE, folder=folder, timeout=900
-    )["results"]
+    )["every"]
     assert len(results) == len(cases)
     for asked, result in zip(cases, results, strict=True):
         utilization = asked["llm"]["gpu_memory_utilization"]
