@@ -9,7 +9,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 # They try the newest series.
 TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests/tools)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics lint bench bench-load \
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics device-tests lint bench bench-load \
   bench-start bench-fragmentation gpu calibrate bundle results-page
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
@@ -60,14 +60,16 @@ test-all: vgpu envelope overlay check  ## everything
 	$(TOOLS_TESTS)
 	.venv/bin/python -m pytest tests/gpu
 	$(ENV)/bin/python -m pytest -n 2 -m "not long" tests/vgpu
-	$(MAKE) topics BASE=$(OLDER)
+	$(MAKE) -s device-tests BASE=$(OLDER)
 
 test-long: vgpu envelope  ## what takes too long for every run
 	$(ENV)/bin/python -m pytest -n 2 -m long tests/vgpu
 
-topics: vgpu envelope  ## BASE=: its wheel, each topic once, the device with its torch
+topics: vgpu envelope  ## BASE=: its wheel, each topic once
 	@$(call RUN,verify) $(WHEEL)
 	$(ENV)/bin/python -m pytest -n 2 -m topic tests/vgpu/engine
+
+device-tests: vgpu  ## BASE=: the device with its torch
 	$(ENV)/bin/python -m pytest -n 2 tests/vgpu/device
 
 bench: .venv/ready
