@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
-from series import Base, Problem, command
+from series import REPOSITORY, Base, Problem, command
+from virtual import results
 
 MIB = 1 << 20
-SCENARIOS = "tests/vgpu/engine/scenarios"
+DEVICE = {"memory": 48 << 30}
+SCRIPT = REPOSITORY / "tests/vgpu/engine/scenarios/mixed_load.py"
 BUFFERS = [*range(0, 512, 32), *range(512, 2049, 128)]
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
@@ -39,10 +39,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    python = base.root / f".venv-vllm-{base.version}/bin/python"
-    ours = base.root / f"build/envelope-{base.version}"
-    if not python.exists() or not ours.is_dir():
-        raise Problem("'make vgpu envelope' first.")
     if unknown := set(args.cases) - CASES.keys():
         raise Problem(f"no such case: {', '.join(unknown)}; there are {list(CASES)}")
 
@@ -50,22 +46,11 @@ def main(args: argparse.Namespace) -> None:
         case = CASES[name]
         llm = {"fragmentation_buffer_bytes": 0} | case.get("llm", {})
         case = case | {"seeds": list(range(args.seeds)), "buffers": BUFFERS, "llm": llm}
-        paths = [ours, base.root, base.root / SCENARIOS]
-        environment = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        environment = {}
         if "expandable" in name:
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        done = subprocess.run(
-            [str(python), "-m", "vgpu", "--memory", "48GiB", "--", str(python),
-             str(base.root / SCENARIOS / "mixed_load.py"), json.dumps(case)],
-            cwd=base.root / "build",
-            env=os.environ | environment,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-        if not lines:
-            raise Problem(f"{name}: no result.\n{done.stderr[-2000:]}")
-        result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-        return result
+        argument = json.dumps(case)
+        return results(base, "envelope", DEVICE, SCRIPT, argument, environment)[-1]
 
     header = (
         "case", "activations, MiB", "reserved in vain by one pass", "die without",

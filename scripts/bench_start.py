@@ -10,23 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from series import Base, Problem, command
+from series import REPOSITORY, Base, Problem, command, write_whole
+from virtual import SITES, results
 
 MIB = 1 << 20
 MEMORY = 2560 * MIB
 DEVICE = {"memory": MEMORY, "graph": 700 << 10}
-SITES = ("official", "envelope")
+SCRIPT = REPOSITORY / "tests/vgpu/engine/scenarios/starts.py"
 RUNNERS = ["V1", "V2"]
 # Allowed between the estimate of graphs and what they take: the larger of the two.
 TOLERANCE, TOLERANCE_PART = 32 * MIB, 0.05
@@ -40,9 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--runners", nargs="+", choices=["V1", "V2"], default=["V1", "V2"]
-    )
+    parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
     parser.add_argument("--first", type=int, default=10, help="utilization, percent")
     parser.add_argument("--last", type=int, default=98)
     parser.add_argument("--step", type=int, default=2)
@@ -68,17 +64,17 @@ def main(args: argparse.Namespace) -> None:
         for model, runner in product(args.models, args.runners):
             cases = [case(args, model, runner, percent) for percent in percents]
             both = pool.map(partial(starts, base, args.buffer, cases), SITES)
-            for percent, *results in zip(percents, *both, strict=True):
-                rows.append(Row(model, runner, percent, *results))
+            for percent, *pair in zip(percents, *both, strict=True):
+                rows.append(Row(model, runner, percent, *pair))
                 print(rows[-1].line(), flush=True)
     print()
     for line in verdict(rows):
         print(line)
     if args.results:
         told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
-        write(args.results, json.dumps(told, indent=1) + "\n")
+        write_whole(args.results, json.dumps(told, indent=1) + "\n")
     if args.picture:
-        write(args.picture, picture(rows))
+        write_whole(args.picture, picture(rows))
 
 
 @dataclass(frozen=True)
@@ -137,33 +133,13 @@ def starts(
     base: Base, buffer: int | None, cases: list[dict[str, Any]], site: str
 ) -> list[dict[str, Any]]:
     """The result of each start; see scenarios/start.py."""
-    scenarios = base.root / "tests/vgpu/engine/scenarios"
-    paths = [base.root, scenarios]
-    if site == "envelope":
-        paths.insert(0, base.root / f"build/envelope-{base.version}")
-        if buffer is not None:
-            extra = {"fragmentation_buffer_bytes": buffer}
-            cases = [asked | {"llm": asked["llm"] | extra} for asked in cases]
-    python = base.root / f".venv-vllm-{base.version}/bin/python"
-    settings = [f"--set={key}={value}" for key, value in DEVICE.items()]
-    with TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [python, "-m", "vgpu", *settings, "--",
-             python, scenarios / "starts.py", json.dumps(cases)],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-            capture_output=True, text=True,
-        )  # fmt: skip
-    results = [
-        json.loads(line.removeprefix("RESULT "))
-        for line in done.stdout.splitlines()
-        if line.startswith("RESULT ")
-    ]
-    if len(results) != len(cases):
-        raise Problem(
-            f"{site}: {len(results)} of {len(cases)} ended.\n{done.stderr[-2000:]}"
-        )
-    return results
+    if site == "envelope" and buffer is not None:
+        extra = {"fragmentation_buffer_bytes": buffer}
+        cases = [asked | {"llm": asked["llm"] | extra} for asked in cases]
+    found = results(base, site, DEVICE, SCRIPT, json.dumps(cases))
+    if len(found) != len(cases):
+        raise Problem(f"{site}: {len(found)} of {len(cases)} starts ended.")
+    return found
 
 
 def outcome(result: dict[str, Any]) -> str:
@@ -250,12 +226,6 @@ def picture(rows: list[Row]) -> str:
         + "".join(parts)
         + "</svg>\n"
     )
-
-
-def write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.rename(path)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 from card import MIB, Card, CardError
 from kit import SCENARIOS, VLLMS, Conversation, Kit
-from series import REPOSITORY, Base, Problem, command
+from series import REPOSITORY, Base, Problem, command, write_whole
 
 GIB = 2**30
 LIMIT = 4 * GIB
@@ -410,9 +410,7 @@ def file_name(gpu: str, date: str, version: str) -> str:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.rename(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

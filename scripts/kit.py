@@ -22,6 +22,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from series import REPOSITORY, Base, Problem
+from virtual import environment_of
 
 SCENARIOS = REPOSITORY / "tests/vgpu/engine/scenarios"
 VLLMS = ("unpatched", "patched")
@@ -65,10 +66,7 @@ class Kit:
         Raises:
             Problem: they have not been made.
         """
-        python = base.root / f".venv-vllm-{base.version}/bin/python"
-        ours = base.root / f"build/envelope-{base.version}"
-        if not python.exists() or not ours.is_dir():
-            raise Problem(f"'make vgpu envelope BASE={base.version}' first.")
+        python, ours = environment_of(base)
         from check import tests_of_series
 
         return cls(

@@ -10,7 +10,7 @@ from typing import Any
 
 from calibrate import GOAL, KV_CACHE_GOAL, compare
 from kit import VLLMS
-from series import Problem, command
+from series import Problem, command, write_whole
 
 PAGE = "docs/gpu.md"
 HEAD = """\
@@ -169,9 +169,7 @@ def main(args: argparse.Namespace) -> None:
         return
     if args.check:
         raise Problem(f"{PAGE} is not what results/ gives: 'make results-page'.")
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.rename(path)
+    write_whole(path, text)
     print(path)
 
 

@@ -228,6 +228,13 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, or make it: whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
 def run_git(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run git in ``tree`` without the user's configuration.
 

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import start
+
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
     "model": "llama-8b",
@@ -38,13 +40,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     assert asked.keys() <= DEFAULTS.keys(), asked
     case = DEFAULTS | asked
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(case["v2"])),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    start.configure(case["v2"])
     with tempfile.TemporaryDirectory() as folder:
         print("RESULT " + json.dumps(serve(case, Path(folder))), flush=True)
 
@@ -60,7 +56,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "max_num_seqs": 128,
         "max_num_batched_tokens": 8192,
         "gpu_memory_utilization": 0.5,
-        "attention_backend": "TRITON_ATTN",
         "enforce_eager": not case["graphs"],
     }
     if case["graphs"]:
@@ -73,12 +68,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     fragmentation = repeat_profiling()
     llm = LLM(
         models.write(case["model"], folder / "model"),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        seed=0,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **(arguments | case["llm"]),
+        **(start.ENGINE | arguments | case["llm"]),
     )
     engine = llm.llm_engine
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker

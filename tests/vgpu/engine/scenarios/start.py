@@ -31,6 +31,14 @@ DEFAULTS: dict[str, Any] = {
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
+ENGINE: dict[str, Any] = {
+    "attention_backend": "TRITON_ATTN",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
 PHASES = (
     "init_device",
     "load_model",
@@ -75,17 +83,22 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         result["sleep"] = sleep(llm, level)
 
 
-def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
-    """An engine, with what its start took in `result`."""
-    assert asked.keys() <= DEFAULTS.keys(), asked
-    case = DEFAULTS | asked
+def configure(v2: bool) -> None:
+    """What an engine is told by the environment, before vLLM is imported."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(case["v2"])),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """An engine, with what its start took in `result`."""
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
+    configure(case["v2"])
     began = time.perf_counter()
     import device
     import models
@@ -99,7 +112,6 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
         "gpu_memory_utilization": 0.5,
-        "attention_backend": "TRITON_ATTN",
         "enforce_eager": not case["graphs"],
         "enable_sleep_mode": case["sleep"] > 0,
     }
@@ -128,12 +140,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
             }
         llm = LLM(
             models.write(case["model"], Path(folder)),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            seed=0,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            **(arguments | case["llm"]),
+            **(ENGINE | arguments | case["llm"]),
         )
     seconds["engine"] = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
@@ -150,8 +157,6 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
     """What CUDA graphs were thought to take, and what they keep, in bytes."""
-    import device
-    import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
@@ -170,24 +175,22 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
 
     Worker.determine_available_memory = profiling
     for runner in V1, V2:
-        record_capture(runner, result, torch.cuda.empty_cache, device.used)
+        record_capture(runner, result)
 
 
-def record_capture(
-    runner: Any,
-    result: dict[str, Any],
-    empty_cache: Callable[[], None],
-    used: Callable[[], int],
-) -> None:
+def record_capture(runner: Any, result: dict[str, Any]) -> None:
+    import device
+    import torch
+
     capture = runner.capture_model
 
     def capturing(self: Any, **options: bool) -> int:
-        empty_cache()
-        before = used()
+        torch.cuda.empty_cache()
+        before = device.used()
         taken = capture(self, **options)
-        empty_cache()
+        torch.cuda.empty_cache()
         if not options.get("profile_only"):
-            result["graphs"] = used() - before
+            result["graphs"] = device.used() - before
         return int(taken)
 
     runner.capture_model = capturing

@@ -1,0 +1,59 @@
+"""Scripts run with the official or the patched vLLM on a virtual device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from series import Base, Problem
+
+SITES = ("official", "envelope")
+
+
+def environment_of(base: Base) -> tuple[Path, Path]:
+    """The interpreter that has the official vLLM, and ours, to lie before it.
+
+    Raises:
+        Problem: they have not been made.
+    """
+    python = base.root / f".venv-vllm-{base.version}/bin/python"
+    ours = base.root / f"build/envelope-{base.version}"
+    if not python.exists() or not ours.is_dir():
+        raise Problem(f"'make vgpu envelope BASE={base.version}' first.")
+    return python, ours
+
+
+def results(
+    base: Base,
+    site: str,
+    device: Mapping[str, object],
+    script: Path,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """What a script prints after "RESULT ", a JSON object a line.
+
+    `site` is one of SITES.
+
+    Raises:
+        Problem: it printed none; shows what it wrote.
+    """
+    python, ours = environment_of(base)
+    paths = [*([ours] if site == "envelope" else []), base.root]
+    done = subprocess.run(
+        [python, "-m", "vgpu", *(f"--set={k}={v}" for k, v in device.items()), "--",
+         python, script, argument],
+        cwd=base.root / "build",
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        | dict(environment or {}),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+    if not lines:
+        raise Problem(f"{script.name}, {site}: no result.\n{done.stderr[-2000:]}")
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
