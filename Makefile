@@ -10,7 +10,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests/tools)
 
 .PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics device-tests lint bench bench-load \
-  bench-start bench-fragmentation gpu calibrate bundle results-page
+  bench-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -80,6 +80,9 @@ bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 
 bench-start: vgpu envelope  ## what a start takes of what it requested
 	@$(call RUN,bench_start)
+
+bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
+	@$(call RUN,bench_suggestion)
 
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench_fragmentation)

@@ -1,8 +1,8 @@
 """How much memory fragmentation needs while serving, on the virtual device.
 
-Mixed loads are served with exactly what was requested and a buffer more, which grows
-until they live. The table says how many die without a buffer and with the default one,
-and what that one costs.
+Mixed loads are served in exactly what was requested, with nothing set aside for
+fragmentation and, if they die of that, with what the engine sets aside. The table says
+how many die and what it costs; --search also finds what each load needs, in steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from virtual import results
 
 MIB = 1 << 20
 DEVICE = {"memory": 48 << 30}
-SCRIPT = REPOSITORY / "tests/vgpu/engine/scenarios/mixed_load.py"
+ENGINE = REPOSITORY / "tests/vgpu/engine"
+SCRIPT = ENGINE / "scenarios/mixed_load.py"
+HOOKS = ENGINE / "hooks.toml"
 BUFFERS = [*range(0, 512, 32), *range(512, 2049, 128)]
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
+    "8B, V2": {"v2": True},
     "8B, 2048 tokens a batch": {"llm": {"max_num_batched_tokens": 2048}},
     "8B, 16384 tokens a batch": {"llm": {"max_num_batched_tokens": 16384}},
     "8B, LoRA": {"lora": True},
@@ -33,7 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=4, help="loads of each case")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--search", action="store_true", help="what each load needs")
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (all)")
 
 
@@ -41,48 +46,49 @@ def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     if unknown := set(args.cases) - CASES.keys():
         raise Problem(f"no such case: {', '.join(unknown)}; there are {list(CASES)}")
+    seeds = list(range(args.first_seed, args.first_seed + args.seeds))
+    buffers = BUFFERS if args.search else [0, None]
 
     def measure(name: str) -> dict[str, Any]:
-        case = CASES[name]
-        llm = {"fragmentation_buffer_bytes": 0} | case.get("llm", {})
-        case = case | {"seeds": list(range(args.seeds)), "buffers": BUFFERS, "llm": llm}
         environment = {}
         if "expandable" in name:
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        argument = json.dumps(case)
-        return results(base, "envelope", DEVICE, SCRIPT, argument, environment)[-1]
+        argument = json.dumps(CASES[name] | {"seeds": seeds, "buffers": buffers})
+        return results(
+            base, "envelope", DEVICE, SCRIPT, argument, environment, config=HOOKS
+        )[-1]
 
     header = (
         "case", "activations, MiB", "reserved in vain by one pass", "die without",
-        "free in pieces then", "needed", "default", "die with it",
-        "tokens it costs", "of",
-    )  # fmt: skip
+        "free in pieces then", "set aside", "die with it", "KV tokens it costs", "of",
+    ) + ("needed",) * args.search  # fmt: skip
     print("| " + " | ".join(header) + " |")
     print("| --- " * len(header) + "|")
     for name in args.cases or CASES:
-        print("| " + " | ".join([name, *row(measure(name))]) + " |")
+        cells = row(measure(name))
+        print("| " + " | ".join([name, *cells[: len(header) - 1]]) + " |")
         sys.stdout.flush()
 
 
 def row(result: dict[str, Any]) -> list[str]:
-    loads: dict[int, int] = {}
+    needed: dict[int, int] = {}
     for run in result["runs"]:
-        loads[run["seed"]] = run["buffer"] if run["outcome"] == "served" else 1 << 40
-    needs = sorted(loads.values())
-    default = result["default"]
-    died = [sum(need * MIB > buffer for need in needs) for buffer in (0, default)]
+        needed[run["seed"]] = run["buffer"] if run["outcome"] == "served" else 1 << 60
+    set_aside = result["set_aside"]
+    needs = sorted(needed.values())
+    died = [sum(need > buffer for need in needs) for buffer in (0, set_aside)]
     spare = [r["spare"] // MIB for r in result["runs"] if r["outcome"] == "OOM"]
-    per_token = result["available"] / result["tokens"]
+    cost = result["tokens"] * set_aside / result["available"]
     return [
         str(result["activations"] // MIB),
         str(result["fragmentation"]["serving"] // MIB),
-        f"{100 * died[0] // len(needs)}%",
+        f"{died[0]} of {len(needs)}",
         f"{min(spare)} to {max(spare)}" if spare else "",
-        f"{needs[0]} to {needs[-1]}",
-        str(default // MIB),
-        f"{100 * died[1] // len(needs)}%",
-        str(round(default / per_token)),
-        str(result["tokens"]),
+        str(set_aside // MIB),
+        f"{died[1]} of {len(needs)}",
+        str(round(cost)),
+        str(round(result["tokens"] + cost)),
+        f"{needs[0] // MIB} to {needs[-1] // MIB}",
     ]
 
 

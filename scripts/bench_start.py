@@ -36,13 +36,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def grid_options(parser: argparse.ArgumentParser) -> None:
+    """What is started: see grid()."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
     parser.add_argument("--first", type=int, default=10, help="utilization, percent")
     parser.add_argument("--last", type=int, default=98)
     parser.add_argument("--step", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=128, help="max_num_seqs")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    grid_options(parser)
     parser.add_argument(
         "--buffer", type=int, help="fragmentation_buffer_bytes of the patched"
     )
@@ -52,20 +57,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    percents = range(args.first, args.last + 1, args.step)
-    if not percents or args.first < 1 or args.last > 100:
-        raise Problem("--first, --last: percents from 1 to 100, in this order")
     rows: list[Row] = []
     print("| model | runner | utilization | official | peak/requested | KV, MiB "
           "| graphs: estimate, actual | ours | peak/requested | KV, MiB "
           "| graphs: estimate, actual |")  # fmt: skip
     print("| --- " * 11 + "|")
     with ThreadPoolExecutor(len(SITES)) as pool:
-        for model, runner in product(args.models, args.runners):
-            cases = [case(args, model, runner, percent) for percent in percents]
-            both = pool.map(partial(starts, base, args.buffer, cases), SITES)
-            for percent, *pair in zip(percents, *both, strict=True):
-                rows.append(Row(model, runner, percent, *pair))
+        for model, runner, cases in grid(args):
+            both = pool.map(partial(with_buffer, base, args.buffer, cases), SITES)
+            for asked, *pair in zip(cases, *both, strict=True):
+                rows.append(Row(model, runner, percent(asked), *pair))
                 print(rows[-1].line(), flush=True)
     print()
     for line in verdict(rows):
@@ -116,26 +117,39 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-def case(
-    args: argparse.Namespace, model: str, runner: str, percent: int
-) -> dict[str, Any]:
-    asked = MODELS[model]
-    llm = {
-        "gpu_memory_utilization": percent / 100,
-        "max_num_seqs": args.sequences,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
-    }
-    llm |= asked.get("llm", {})
-    return asked | {"v2": runner == "V2", "graphs": True, "llm": llm}
+def grid(
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Model, runner, and a start for each utilization; see scenarios/start.py."""
+    percents = range(args.first, args.last + 1, args.step)
+    if not percents or args.first < 1 or args.last > 100:
+        raise Problem("--first, --last: percents from 1 to 100, in this order")
+    for model, runner in product(args.models, args.runners):
+        asked = MODELS[model]
+        llm = {
+            "max_num_seqs": args.sequences,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
+        } | asked.get("llm", {})
+        cases = [{"gpu_memory_utilization": percent / 100} for percent in percents]
+        common = asked | {"v2": runner == "V2", "graphs": True}
+        yield model, runner, [common | {"llm": llm | budget} for budget in cases]
 
 
-def starts(
+def percent(asked: dict[str, Any]) -> int:
+    return int(round(100 * asked["llm"]["gpu_memory_utilization"]))
+
+
+def with_buffer(
     base: Base, buffer: int | None, cases: list[dict[str, Any]], site: str
 ) -> list[dict[str, Any]]:
-    """The result of each start; see scenarios/start.py."""
     if site == "envelope" and buffer is not None:
         extra = {"fragmentation_buffer_bytes": buffer}
         cases = [asked | {"llm": asked["llm"] | extra} for asked in cases]
+    return starts(base, cases, site)
+
+
+def starts(base: Base, cases: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
+    """The result of each start; see scenarios/start.py."""
     found = results(base, site, DEVICE, SCRIPT, json.dumps(cases))
     if len(found) != len(cases):
         raise Problem(f"{site}: {len(found)} of {len(cases)} starts ended.")

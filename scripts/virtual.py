@@ -34,25 +34,29 @@ def results(
     script: Path,
     argument: str,
     environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
 ) -> list[dict[str, Any]]:
     """What a script prints after "RESULT ", a JSON object a line.
 
-    `site` is one of SITES.
+    `site` is one of SITES. `config` is a TOML file with more of the device.
 
     Raises:
         Problem: it printed none; shows what it wrote.
     """
     python, ours = environment_of(base)
     paths = [*([ours] if site == "envelope" else []), base.root]
+    settings = [f"--set={key}={value}" for key, value in device.items()]
+    if config is not None:
+        settings.append(f"--config={config}")
     done = subprocess.run(
-        [python, "-m", "vgpu", *(f"--set={k}={v}" for k, v in device.items()), "--",
-         python, script, argument],
+        [python, "-m", "vgpu", *settings, "--", python, script, argument],
         cwd=base.root / "build",
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
         | dict(environment or {}),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     if not lines:
         raise Problem(f"{script.name}, {site}: no result.\n{done.stderr[-2000:]}")

@@ -13,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 SCENARIOS = Path(__file__).parent / "scenarios"
+HOOKS = Path(__file__).with_name("hooks.toml").read_text()
 # The official release is the installed one; ours lies before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}

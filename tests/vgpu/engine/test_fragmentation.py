@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
-from test_start import HOOKS
+from harness import HOOKS, run
 
 MIB = 2**20
 DEVICE = {"memory": "48GiB"}
+V1 = pytest.param({}, id="v1", marks=pytest.mark.topic)
 V2 = pytest.param({"v2": True}, id="v2", marks=pytest.mark.long)
 LORA = pytest.param({"lora": True}, id="lora", marks=pytest.mark.long)
 # The fourth load is the worst of eight.
@@ -34,19 +34,19 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), LORA])
+@pytest.mark.parametrize("case", [V1, LORA])
 def test_official_dies_of_fragmentation(case: dict[str, Any], tmp_path: Path) -> None:
     (load,) = serve(case, "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"
     assert load["spare"] > 0
 
 
-@pytest.mark.parametrize("case", [pytest.param({}, id="v1"), V2, LORA])
+@pytest.mark.parametrize("case", [V1, V2, LORA])
 def test_envelope_lives(case: dict[str, Any], tmp_path: Path) -> None:
     result = serve(case, "envelope", tmp_path)
     (load,) = result["runs"]
     assert load["outcome"] == "served", load
-    assert result["default"] == result["activations"] // 2
+    assert result["set_aside"] == result["activations"] // 2
 
 
 def test_the_buffer_can_be_switched_off(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT
-from test_start import HOOKS
+from harness import HOOKS, ROOT
 
 MIB = 2**20
 CARD = """

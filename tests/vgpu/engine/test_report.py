@@ -12,6 +12,7 @@ MIB, GIB = 2**20, 2**30
 MEMORY = 2560 * MIB
 # What the driver takes for the context and for a graph is outside of PyTorch.
 DEVICE = {"memory": MEMORY, "context": "300MiB", "graph": 700 << 10}
+V1 = pytest.param(False, id="v1", marks=(pytest.mark.long, pytest.mark.topic))
 LESS_GRAPHS = "--max-cudagraph-capture-size"
 MORE_BUDGET = "increase --gpu-memory-utilization"
 # Another process takes all that is free as a phase begins, of what was requested.
@@ -79,9 +80,7 @@ def check_sums(result: dict[str, Any]) -> None:
     assert in_use + set_aside + report["left"] == report["requested"]
 
 
-@pytest.mark.parametrize(
-    "v2", [pytest.param(False, id="v1", marks=pytest.mark.long), True]
-)
+@pytest.mark.parametrize("v2", [V1, True])
 def test_a_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
     limited = case(v2, 90, gpu_memory_limit_bytes=GIB)
     for result in starts([case(v2), limited], tmp_path):
@@ -110,8 +109,9 @@ def check_failures(names: list[str], v2: bool, folder: Path) -> None:
             check_sums(result)
 
 
-def test_phase_and_advice_beyond_the_budget(tmp_path: Path) -> None:
-    check_failures([name for name in FAILURES if "full" not in name], True, tmp_path)
+@pytest.mark.parametrize("v2", [V1, True])
+def test_phase_and_advice_beyond_the_budget(v2: bool, tmp_path: Path) -> None:
+    check_failures([name for name in FAILURES if "full" not in name], v2, tmp_path)
 
 
 @pytest.mark.long

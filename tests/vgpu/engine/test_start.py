@@ -9,23 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
+from harness import HOOKS, run
 
 GIB = 2**30
 DEVICE = {"memory": "8GiB"}
 BUDGET = 4 * GIB  # gpu_memory_utilization 0.5
-# Kernels do nothing, so the runner would wait for tokens that are never counted:
-# write what the kernel would have, one token sampled and none rejected.
-HOOKS = "".join(
-    f"""
-[[hooks]]
-kernel = "_get_num_sampled_and_rejected_kernel*"
-argument = {argument}
-value = {value}
-bytes = 512
-"""
-    for argument, value in ((0, 1), (1, 0))
-)
 full = pytest.mark.full
 TOPIC = ("moe-v2-sleep2", "envelope")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ GIB = 2**30
 DEVICE = {"memory": "8GiB", "graph": "650MiB"}
 REQUESTED = 4 * GIB
 RUNNERS = [
-    pytest.param(False, id="v1"),
+    pytest.param(False, id="v1", marks=pytest.mark.topic),
     pytest.param(True, id="v2", marks=pytest.mark.long),
 ]
 
@@ -27,21 +26,17 @@ def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
     return result
 
 
-def suggested(result: dict[str, Any]) -> list[int]:
-    return [int(n) for n in re.findall(r"--kv-cache-memory=(-?\d+)", result["stdout"])]
-
-
 @pytest.mark.parametrize("v2", RUNNERS)
 def test_official_suggests_a_negative_size(v2: bool, tmp_path: Path) -> None:
-    requested, _ = suggested(start(v2, "official", tmp_path))
+    requested, _ = start(v2, "official", tmp_path)["suggested"]
     assert requested < 0
 
 
 @pytest.mark.parametrize("v2", RUNNERS)
 def test_envelope_starts_with_what_it_suggests(v2: bool, tmp_path: Path) -> None:
     measured = start(v2, "envelope", tmp_path)
-    sizes = suggested(measured)
-    for size, limit in zip(sizes, (REQUESTED, 8 * GIB), strict=True):
+    limits = REQUESTED, 8 * GIB
+    for size, limit in zip(measured["suggested"], limits, strict=True):
         again = start(v2, "envelope", tmp_path, kv_cache_memory_bytes=size)
         assert again["peak"] <= limit
         assert again["blocks"] >= measured["blocks"]
@@ -54,6 +49,6 @@ def test_startup_plan_applies_what_was_suggested(
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     first, again = (start(False, "envelope", tmp_path) for _ in range(2))
-    assert f"kv_cache_memory_bytes={suggested(first)[0]} " in again["stdout"]
+    assert f"kv_cache_memory_bytes={first['suggested'][0]} " in again["stdout"]
     assert again["blocks"] >= first["blocks"]
     assert again["peak"] <= REQUESTED

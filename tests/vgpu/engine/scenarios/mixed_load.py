@@ -1,8 +1,8 @@
 """Serve mixed loads with exactly the memory that was requested, and say which die.
 
 The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
-with room to spare; another process then takes all but what was requested and a buffer
-more. A KV cache that is smaller by the buffer would leave as much.
+with room to spare; another process then takes all but what was requested, or as much
+more or less as leaves a buffer other than the one that the KV cache left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ DEFAULTS: dict[str, Any] = {
     "lora": False,
     "requests": 40,
     "seeds": [0],  # a load each
-    "buffers": [0],  # MiB; each load is served with one after the other until it lives
+    # MiB, or None: what the engine has set aside. Each load is served with one after
+    # the other until it lives.
+    "buffers": [None],
     "llm": {},  # further arguments of LLM
 }
 # Prompts: short ones are as many as medium and long ones together.
@@ -77,15 +79,17 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     held = snapshot.total_memory - snapshot.free_memory
     budget = held + int(worker.requested_memory)
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
+    set_aside = getattr(worker, "fragmentation_buffer", 0)  # none: the official release
     runs = []
     for seed in case["seeds"]:
         for buffer in case["buffers"]:
             gc.collect()  # what the frames of an exception held
             empty_cache()
-            limit = budget + buffer * MIB
+            size = set_aside if buffer is None else buffer * MIB
+            limit = budget + size - set_aside
             control.other_process(control.memory() - limit)
             run = load(engine, random.Random(seed), case["requests"], loras, limit)
-            runs.append({"seed": seed, "buffer": buffer} | run)
+            runs.append({"seed": seed, "buffer": size} | run)
             control.other_process(-control.other())
             if run["outcome"] == "served":
                 break
@@ -94,18 +98,9 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "fragmentation": fragmentation,
         "tokens": cache.num_gpu_blocks * cache.block_size,
         "available": int(worker.available_kv_cache_memory_bytes),
-        "default": default_buffer(worker.peak_activation_memory),
+        "set_aside": set_aside,
         "runs": runs,
     }
-
-
-def default_buffer(activations: int) -> int | None:
-    from vllm.config import CacheConfig
-    from vllm.v1.worker import utils
-
-    if not hasattr(utils, "get_fragmentation_buffer"):  # the official release
-        return None
-    return int(utils.get_fragmentation_buffer(CacheConfig(), activations))
 
 
 def count_on_the_host() -> None:
@@ -149,10 +144,10 @@ def repeat_profiling() -> dict[str, int]:
         def profile_and_repeat(**options: bool) -> None:
             profile_run(**options)
             measure(profile_run, "profiling")
-            settings = torch._C._accelerator_getAllocatorSettings()
+            settings = torch.cuda.memory._snapshot()["allocator_settings"]
             set_settings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
             measure(profile_run, "serving")
-            set_settings(settings)
+            set_settings(settings["PYTORCH_CUDA_ALLOC_CONF"])
 
         runner.profile_run = profile_and_repeat
         try:

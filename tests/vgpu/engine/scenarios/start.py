@@ -6,7 +6,9 @@ The argument is a JSON object; DEFAULTS lists its keys.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -129,6 +131,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     record_graphs(result, case["profiles"])
     if case["model"] == "hybrid":
         index_chunks_on_host()
+    record_suggestions(result)
     time_phases(seconds)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -194,6 +197,19 @@ def record_capture(runner: Any, result: dict[str, Any]) -> None:
         return int(taken)
 
     runner.capture_model = capturing
+
+
+def record_suggestions(result: dict[str, Any]) -> None:
+    """The sizes of --kv-cache-memory that the log names: of what was requested, of all
+    that the device has; those that fit."""
+    pattern = re.compile(r"--kv-cache-memory=(-?\d+)")
+
+    def read(record: logging.LogRecord) -> bool:
+        if sizes := pattern.findall(record.getMessage()):
+            result["suggested"] = [int(size) for size in sizes]
+        return True
+
+    logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
 
 
 def index_chunks_on_host() -> None:
