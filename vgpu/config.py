@@ -341,7 +341,8 @@ def _moves(entries: Sequence[object], devices: int) -> list[str]:
     return lines
 
 
-def _nvml_errors(table: Mapping[str, object]) -> list[str]:
+def _nvml_errors(table: Mapping[str, object], device: int = -1) -> list[str]:
+    """Of calls about `device`; -1: of all calls."""
     lines = []
     for call, error in table.items():
         name, _, which = str(call).partition("@")
@@ -355,14 +356,8 @@ def _nvml_errors(table: Mapping[str, object]) -> list[str]:
             raise VgpuError(
                 f"nvml_errors: {call!r} is no NVML call; write all or nvml..."
             )
-        lines.append(f"{name} {parent} {error_code(error, 'nvml')}")
+        lines.append(f"{name} {device} {parent} {error_code(error, 'nvml')}")
     return lines
-
-
-def _profile_errors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The NVML errors of the run's profile; those of the run come on top."""
-    profile = values.get("profile")
-    return dict(read_profile(profile).get("nvml_errors", {})) if profile else {}
 
 
 def _hooks(entries: Sequence[object]) -> list[str]:
@@ -410,11 +405,15 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         _check_keys(own, ["profile", *DEVICE_KEYS], f"device.{index}")
     common = {k: v for k, v in values.items() if k in DEVICE_KEYS}
     devices = []
+    mixed = any("profile" in own for own in each.values())
+    profile_errors: list[str] = []
     for index in range(count):
         own = dict(each.get(str(index), {}))
         profile = own.pop("profile", values.get("profile"))
         base = read_profile(_line(profile, "profile")) if profile is not None else {}
-        base.pop("nvml_errors", None)
+        errors = base.pop("nvml_errors", {})
+        if mixed or index == 0:
+            profile_errors += _nvml_errors(errors, index if mixed else -1)
         devices.append(_device({**base, **common, **own}, index))
     nvml = values.get("nvml", "present")
     if nvml not in ("present", "absent"):
@@ -427,7 +426,6 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
             f"nvml_errors: an error or a table from call to error is needed, "
             f"not {own_errors!r}"
         )
-    errors = {**_profile_errors(values), **own_errors}
     run = {
         "strict": _flag(values.get("strict", False), "strict"),
         "trace": _flag(values.get("trace", False), "trace"),
@@ -435,7 +433,8 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
             values.get("driver_version", 13000), "driver_version"
         ),
         "nvml_absent": nvml == "absent",
-        "nvml_error": _nvml_errors(errors),
+        # The first that matches counts.
+        "nvml_error": _nvml_errors(own_errors) + profile_errors,
         "inject": _inject(_table(values, "inject")),
         "move": _moves(_table(values, "moves"), count),
         "hook": _hooks(_table(values, "hooks")),

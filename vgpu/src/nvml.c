@@ -43,6 +43,7 @@ static int enter(const char* call, Handle handle, bool has_handle) {
   for (int i = 0; i < config.nvml_errors; i++) {
     const NvmlError* e = &config.nvml_error[i];
     if (fnmatch(e->call, base, 0)) continue;
+    if (e->device >= 0 && (!has_handle || e->device != device_of(handle))) continue;
     if (e->parent >= 0 && (!has_handle || e->parent != is_parent(handle))) continue;
     return e->error;
   }

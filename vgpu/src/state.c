@@ -142,7 +142,8 @@ static bool read_config(void) {
     snprintf(key, sizeof key, "nvml_error.%d", i);
     text(key, line, sizeof line);
     NvmlError* e = &config.nvml_error[i];
-    if (sscanf(line, "%95s %d %d", e->call, &e->parent, &e->error) != 3) break;
+    if (sscanf(line, "%95s %d %d %d", e->call, &e->device, &e->parent, &e->error) != 4)
+      break;
     config.nvml_errors = i + 1;
   }
   for (int i = 0; i < MAX_HOOKS; i++) {

@@ -51,6 +51,7 @@ typedef struct {
 
 typedef struct {
   char call[NAME_BYTES];
+  int device;  // -1 any call
   int parent;  // -1 any handle, 0 the device or MIG instance, 1 a MIG parent
   int error;
 } NvmlError;

@@ -93,6 +93,15 @@ def test_gb10_does_not_tell_its_memory_by_nvml() -> None:
     assert torch.cuda.get_device_properties(0).is_integrated
 
 
+@pytest.mark.vgpu(devices=2, device={"0": {"memory": "8GiB"}, "1": {"profile": "gb10"}})
+def test_errors_of_a_profile_are_those_of_its_device() -> None:
+    n = nvml()
+    first, second = map(n.nvmlDeviceGetHandleByIndex, range(2))
+    assert n.nvmlDeviceGetMemoryInfo(first).total == 8 << 30
+    with pytest.raises(n.NVMLError_NotSupported):
+        n.nvmlDeviceGetMemoryInfo(second)
+
+
 @pytest.mark.vgpu(memory="8GiB", nvml_errors="NoPermission")
 def test_every_call_may_fail() -> None:
     import pynvml

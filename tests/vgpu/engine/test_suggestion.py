@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
+from harness import BASE, run
 
 GIB = 2**30
 # Three graphs of 650 MiB: once they fit into what is requested, twice they do not.
@@ -27,9 +27,12 @@ def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("v2", RUNNERS)
-def test_official_suggests_a_negative_size(v2: bool, tmp_path: Path) -> None:
-    requested, _ = start(v2, "official", tmp_path)["suggested"]
-    assert requested < 0
+def test_official_suggests_too_little(v2: bool, tmp_path: Path) -> None:
+    measured = start(v2, "official", tmp_path)
+    requested, _ = measured["suggested"]
+    assert requested < measured["kv"]
+    # 0.26.0 does not yet count graphs twice.
+    assert requested < 0 or BASE == "0.26.0"
 
 
 @pytest.mark.parametrize("v2", RUNNERS)
