@@ -47,7 +47,7 @@ def test_envelope_lives(case: dict[str, Any], tmp_path: Path) -> None:
     result = serve(case, "envelope", tmp_path)
     (load,) = result["runs"]
     assert load["outcome"] == "served", load
-    assert result["set_aside"] == result["activations"] // 2
+    assert result["set_aside"] == int(0.6 * result["activations"])
 
 
 def test_the_buffer_can_be_switched_off(tmp_path: Path) -> None:
