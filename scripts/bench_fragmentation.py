@@ -84,10 +84,11 @@ def row(result: dict[str, Any]) -> list[str]:
     died = [sum(need > buffer for need in needs) for buffer in (0, set_aside)]
     spare = [r["spare"] // MIB for r in result["runs"] if r["outcome"] == "OOM"]
     cost = result["tokens"] * set_aside / result["available"]
+    without = any(run["buffer"] == 0 for run in result["runs"])
     return [
         str(result["activations"] // MIB),
         str(result["fragmentation"]["serving"] // MIB),
-        f"{died[0]} of {len(needs)}",
+        f"{died[0]} of {len(needs)}" if without else "",
         f"{min(spare)} to {max(spare)}" if spare else "",
         str(set_aside // MIB),
         f"{died[1]} of {len(needs)}",
