@@ -12,6 +12,10 @@ TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests
 .PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics device-tests lint bench bench-load \
   bench-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
 
+# Else humming compiles kernels, in two processes beside each that imports vLLM.
+check test test-all test-long topics bench-load bench-start bench-suggestion bench-fragmentation: \
+  export HUMMING_DISABLE_PARALLEL_BUILD = 1
+
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
 
