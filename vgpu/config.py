@@ -405,15 +405,12 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         _check_keys(own, ["profile", *DEVICE_KEYS], f"device.{index}")
     common = {k: v for k, v in values.items() if k in DEVICE_KEYS}
     devices = []
-    mixed = any("profile" in own for own in each.values())
     profile_errors: list[str] = []
     for index in range(count):
         own = dict(each.get(str(index), {}))
         profile = own.pop("profile", values.get("profile"))
         base = read_profile(_line(profile, "profile")) if profile is not None else {}
-        errors = base.pop("nvml_errors", {})
-        if mixed or index == 0:
-            profile_errors += _nvml_errors(errors, index if mixed else -1)
+        profile_errors += _nvml_errors(base.pop("nvml_errors", {}), index)
         devices.append(_device({**base, **common, **own}, index))
     nvml = values.get("nvml", "present")
     if nvml not in ("present", "absent"):
