@@ -90,7 +90,7 @@ class Row:
 
     @property
     def requested(self) -> int:
-        return math.ceil(MEMORY * self.percent / 100)
+        return requested(self.percent)
 
     def of(self, site: str) -> dict[str, Any]:
         return self.official if site == "official" else self.envelope
@@ -133,6 +133,11 @@ def grid(
         cases = [{"gpu_memory_utilization": percent / 100} for percent in percents]
         common = asked | {"v2": runner == "V2", "graphs": True}
         yield model, runner, [common | {"llm": llm | budget} for budget in cases]
+
+
+def requested(percent: int) -> int:
+    """Bytes, whatever the engine makes of it."""
+    return math.ceil(MEMORY * percent / 100)
 
 
 def percent(asked: dict[str, Any]) -> int:

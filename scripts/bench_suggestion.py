@@ -8,7 +8,6 @@ fill, and has at least as many blocks as before. Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,16 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from bench_start import MEMORY, MIB, grid, grid_options, outcome, percent, starts
+from bench_start import (
+    MEMORY,
+    MIB,
+    grid,
+    grid_options,
+    outcome,
+    percent,
+    requested,
+    starts,
+)
 from series import Base, command
 from virtual import SITES
 
@@ -74,9 +82,7 @@ def suggestions(
     ]
     restarted = iter(starts(base, again, site) if again else [])
 
-    def judge(
-        asked: dict[str, Any], before: dict[str, Any], size: int | None, where: str
-    ) -> Suggestion:
+    def judge(before: dict[str, Any], size: int | None, limit: int) -> Suggestion:
         if size is None:
             return Suggestion()
         if size <= 0:
@@ -84,19 +90,18 @@ def suggestions(
         after = next(restarted)
         if after["outcome"] != "started":
             return Suggestion(size, outcome(after))
-        limit = MEMORY
-        if where == "requested":
-            limit = math.ceil(MEMORY * asked["llm"]["gpu_memory_utilization"])
         if (over := after["process_peak"] - limit) > 0:
             return Suggestion(size, f"{over / MIB:.0f} too much")
         if (fewer := before["blocks"] - after["blocks"]) > 0:
             return Suggestion(size, f"{fewer} blocks fewer")
         return Suggestion(size, "true")
 
-    return [
-        [judge(asked, result, *each) for each in zip(sizes(result), WHERE, strict=True)]
-        for asked, result in zip(cases, first, strict=True)
-    ]
+    told = []
+    for asked, before in zip(cases, first, strict=True):
+        limits = requested(percent(asked)), MEMORY
+        pairs = zip(sizes(before), limits, strict=True)
+        told.append([judge(before, size, limit) for size, limit in pairs])
+    return told
 
 
 def sizes(result: dict[str, Any]) -> list[int | None]:
