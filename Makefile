@@ -7,14 +7,13 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 # They try the newest series.
-TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests/tools)
+TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics device-tests lint bench bench-load \
+.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics lint bench bench-load \
   bench-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
 
-# Else humming compiles kernels, in two processes beside each that imports vLLM.
-check test test-all test-long topics bench-load bench-start bench-suggestion bench-fragmentation: \
-  export HUMMING_DISABLE_PARALLEL_BUILD = 1
+# Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
+unexport PYTHONDONTWRITEBYTECODE
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call RUN,build_wheel) --arch $(ARCH)
@@ -57,24 +56,18 @@ envelope: wheel
 	@$(call RUN,unpack)
 
 test: vgpu envelope overlay  ## what shows that it works, in minutes
-	$(TOOLS_TESTS)
-	$(ENV)/bin/python -m pytest -n 2 -m "not full and not long" tests/vgpu
+	@$(call RUN,run_tests) $(TOOLS) vgpu
 
 test-all: vgpu envelope overlay check  ## everything
-	$(TOOLS_TESTS)
-	.venv/bin/python -m pytest tests/gpu
-	$(ENV)/bin/python -m pytest -n 2 -m "not long" tests/vgpu
-	$(MAKE) -s device-tests BASE=$(OLDER)
+	@$(MAKE) -s vgpu BASE=$(OLDER)
+	@$(call RUN,run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
 
 test-long: vgpu envelope  ## what takes too long for every run
-	$(ENV)/bin/python -m pytest -n 2 -m long tests/vgpu
+	@$(call RUN,run_tests) vgpu-long
 
 topics: vgpu envelope  ## BASE=: its wheel, each topic once
 	@$(call RUN,verify) $(WHEEL)
-	$(ENV)/bin/python -m pytest -n 2 -m topic tests/vgpu/engine
-
-device-tests: vgpu  ## BASE=: the device with its torch
-	$(ENV)/bin/python -m pytest -n 2 tests/vgpu/device
+	@$(call RUN,run_tests) topics
 
 bench: .venv/ready
 	@$(call RUN,bench_wheel)

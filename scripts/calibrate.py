@@ -22,8 +22,9 @@ from typing import Any
 
 from card import Card, CardError
 from gpu import command_line, file_name, prepare, survey, write
-from kit import SCENARIOS, Kit
+from kit import Kit
 from series import REPOSITORY, Problem, command
+from virtual import SCENARIOS
 
 PROBE = REPOSITORY / "scripts/probe.py"
 LIMIT = 400.0

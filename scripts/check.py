@@ -21,8 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
+import caches
 from build_wheel import changed_members
 from series import BASE_REF, Base, Problem, apply, command, git, locked, scratch
+from virtual import SCENARIOS
 
 DEVICE = ("--memory", "16GiB")
 TEST_LIMIT = 900
@@ -201,12 +203,13 @@ def run_tests(
 ) -> dict[str, str]:
     """Outcome (passed, failed or skipped) by test name."""
     report = site / "report.xml"
+    paths = (site, base.root, SCENARIOS, folder / "run/tests/vllm_test_utils")
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            (str(site), str(base.root), str(folder / "run/tests/vllm_test_utils"))
-        ),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "VLLM_NO_USAGE_STATS": "1",
     }
+    shelf = base.root / "build/kernels"
+    environment = caches.environment(environment, site / "caches", shelf)
     log = subprocess.run(
         [str(python), "-m", "vgpu", *DEVICE, "--",
          str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from card import MIB, Card, CardError
-from kit import SCENARIOS, VLLMS, Conversation, Kit
+from kit import VLLMS, Conversation, Kit
 from series import REPOSITORY, Base, Problem, command, write_whole
+from virtual import SCENARIOS
 
 GIB = 2**30
 LIMIT = 4 * GIB

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import caches
 from series import REPOSITORY, Base, Problem
-from virtual import environment_of
+from virtual import SCENARIOS, environment_of
 
-SCENARIOS = REPOSITORY / "tests/vgpu/engine/scenarios"
 VLLMS = ("unpatched", "patched")
 # No network, no probing for one, and nothing that the bundle leaves out.
 ENVIRONMENT = {
@@ -47,8 +47,8 @@ class Kit:
     """Where the two are: a folder to put first on the path, or "" for the installed.
 
     `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
-    configures the virtual device that scenarios run on, instead of the GPU. On a GPU
-    each has compiled kernels in its own `caches`: both start without any.
+    configures the virtual device that scenarios run on, instead of the GPU. Each has
+    its own `caches`: both start without any.
     """
 
     python: str
@@ -127,10 +127,7 @@ class Kit:
             *(path for path in inherited if path != str(REPOSITORY)),
         ]
         own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        if "VGPU_RUN" not in os.environ and not self.device:
-            own["VLLM_CACHE_ROOT"] = str(self.caches / vllm / "vllm")
-            own["TRITON_CACHE_DIR"] = str(self.caches / vllm / "triton")
-        return os.environ | ENVIRONMENT | own
+        return caches.environment(os.environ, self.caches / vllm) | ENVIRONMENT | own
 
     def installed(self) -> dict[str, str]:
         """Versions of what results depend on."""

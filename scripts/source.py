@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import tarfile
 from pathlib import Path
 
 from series import (
     APPLIED_REF,
     BASE_REF,
+    IDENTITY,
     NAMES_REF,
     Base,
     Problem,
@@ -95,6 +97,11 @@ def start(base: Base, tree: Path, clone: Path | None) -> None:
         git(tree, "-c", "core.compression=0", "add", "--all", "--force")
         git(tree, "commit", "-q", "-m", f"vLLM {base.version}, source distribution")
     git(tree, "update-ref", BASE_REF, "HEAD")
+    found = ["git", "-C", str(tree), "config", "user.email"]
+    if subprocess.run(found, stdout=subprocess.DEVNULL).returncode:
+        # The user has no identity of her own: what she commits here needs one.
+        for key, value in zip(("user.name", "user.email"), IDENTITY, strict=True):
+            git(tree, "config", key, value)
     # Amending or rebasing a commit keeps the name of its patch file.
     git(tree, "config", "notes.rewriteRef", NAMES_REF)
 

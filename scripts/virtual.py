@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from series import Base, Problem
+import caches
+from series import REPOSITORY, Base, Problem, scratch
 
 SITES = ("official", "envelope")
+SCENARIOS = REPOSITORY / "tests/vgpu/engine/scenarios"
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:
@@ -38,25 +40,29 @@ def results(
 ) -> list[dict[str, Any]]:
     """What a script prints after "RESULT ", a JSON object a line.
 
-    `site` is one of SITES. `config` is a TOML file with more of the device.
+    `site` is one of SITES. `config` is a TOML file with more of the device. It starts
+    cold: no result of an earlier run is there.
 
     Raises:
         Problem: it printed none; shows what it wrote.
     """
     python, ours = environment_of(base)
-    paths = [*([ours] if site == "envelope" else []), base.root]
+    # Scenarios have the kernels' shelf beside them.
+    paths = [*([ours] if site == "envelope" else []), base.root, SCENARIOS]
     settings = [f"--set={key}={value}" for key, value in device.items()]
     if config is not None:
         settings.append(f"--config={config}")
-    done = subprocess.run(
-        [python, "-m", "vgpu", *settings, "--", python, script, argument],
-        cwd=base.root / "build",
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        | dict(environment or {}),
-        capture_output=True,
-        text=True,
-    )
+    build = base.root / "build"
+    with scratch(build, "caches") as folder:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        done = subprocess.run(
+            [python, "-m", "vgpu", *settings, "--", python, script, argument],
+            cwd=build,
+            env=caches.environment(env, folder, build / "kernels")
+            | dict(environment or {}),
+            capture_output=True,
+            text=True,
+        )
     lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     if not lines:
         raise Problem(f"{script.name}, {site}: no result.\n{done.stderr[-2000:]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from . import build
@@ -98,6 +99,26 @@ def _reap(environment: Mapping[str, str], run: Path) -> None:
     )
 
 
+@contextlib.contextmanager
+def device(
+    configuration: Configuration,
+    base: Mapping[str, str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Iterator[dict[str, str]]:
+    """A device while it lasts: the environment of its processes."""
+    shared = run_folder(configuration, folder)
+    try:
+        env = environment(configuration, shared, base)
+        try:
+            yield env
+        finally:
+            _reap(env, shared)
+    finally:
+        if folder is None:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
 def run(
     configuration: Configuration,
     command: Sequence[str],
@@ -105,9 +126,7 @@ def run(
     folder: Path | None = None,
 ) -> int:
     """Runs the command; returns its exit status, 128 + n for signal n."""
-    shared = run_folder(configuration, folder)
-    env = environment(configuration, shared)
-    try:
+    with device(configuration, folder=folder) as env:
         try:
             child = subprocess.Popen(command, env=env)
         except OSError as error:
@@ -120,11 +139,7 @@ def run(
             signal.signal(number, forward)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the child
         status = child.wait()
-        _reap(env, shared)
-        return status if status >= 0 else 128 - status
-    finally:
-        if folder is None:
-            shutil.rmtree(shared, ignore_errors=True)
+    return status if status >= 0 else 128 - status
 
 
 def library() -> ctypes.CDLL:

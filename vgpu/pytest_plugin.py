@@ -1,8 +1,9 @@
 """@pytest.mark.vgpu(memory="8GiB", ...): a test's body runs on a virtual device.
 
-The marked test runs in a fresh process of its own: `python -m pytest` on that one
-test, on the device that the marker describes. Its outcome, output and traceback
-are reported as the test's own. The marker's arguments are the configuration's
+The marked test runs in a process of its own, forked from one that has imported pytest
+and torch: `python -m pytest` on that one test, on the device that the marker describes,
+without the plugins that happen to be installed. Its outcome, output and traceback are
+reported as the test's own. The marker's arguments are the configuration's
 keys; `config` names a TOML file below them and `set` is a list of KEY=VALUE above
 them; `timeout` (seconds, 300) ends a test that hangs; `env` adds to its
 environment.
@@ -10,11 +11,8 @@ environment.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
@@ -23,10 +21,12 @@ from typing import Any
 
 import pytest
 
-from . import config, launch
+from .config import load
 from .errors import VgpuError
+from .server import Server
 
 _RESULT = "VGPU_TEST_RESULT"
+_SERVERS = pytest.StashKey[dict[bool, Server]]()
 DEFAULT_TIMEOUT = 300
 
 
@@ -63,6 +63,21 @@ class _Recorder:
         self.path.write_text(json.dumps(self.reports))
 
 
+def _server(config: pytest.Config, nvml_absent: bool) -> Server:
+    """Forks the tests of this session, from pytest and torch imported once."""
+    servers = config.stash.setdefault(_SERVERS, {})
+    if nvml_absent not in servers:  # a library is found, or not, once in a process
+        device = load(nvml="absent") if nvml_absent else load()
+        imports = ["pytest", "vgpu.pytest_plugin", "torch"]
+        servers[nvml_absent] = Server(sys.executable, imports, os.environ, device)
+        config.add_cleanup(servers[nvml_absent].close)
+    return servers[nvml_absent]
+
+
+def _end(file: Path) -> str:
+    return file.read_text(errors="replace")[-6000:] if file.exists() else ""
+
+
 def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestReport]:
     """Runs the item on its device; raises VgpuError or Failed."""
     options = dict(marker.kwargs)
@@ -72,46 +87,36 @@ def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestRe
     extra = {k: str(v) for k, v in options.pop("env", {}).items()}
     settings = options.pop("set", [])
     file = options.pop("config", None)
-    configuration = config.load(Path(file) if file else None, settings, **options)
+    configuration = load(Path(file) if file else None, settings, **options)
     with tempfile.TemporaryDirectory(prefix="vgpu-test-") as folder:
-        run = launch.run_folder(configuration, Path(folder) / "run")
-        result = Path(folder) / "result"
-        env = launch.environment(configuration, run, {**os.environ, **extra})
-        env[_RESULT] = str(result)
+        result, out, error = (Path(folder, name) for name in ("result", "out", "error"))
         command = [
-            *(sys.executable, "-m", "pytest", item.nodeid, "-q", "--no-header"),
+            *("-m", "pytest", item.nodeid, "-q", "--no-header"),
             *(f"--rootdir={item.config.rootpath}", "-p", "vgpu.pytest_plugin"),
-            *("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="),
+            *("-p", "no:cacheprovider", "-o", "addopts="),
             "--import-mode=" + item.config.getoption("importmode"),
         ]
-        child = subprocess.Popen(
-            command,
-            env=env,
-            cwd=item.config.rootpath,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        late = False
+        # The plugins of an environment with vLLM take seconds to load.
+        extra |= {_RESULT: str(result), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         try:
-            out, err = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            # What the test left running ends with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-        if late:
-            out, err = child.communicate()
-            raise Failed(f"no end after {timeout:g} s\n{out[-6000:]}{err[-6000:]}")
+            status = _server(item.config, configuration.nvml_absent).run(
+                configuration,
+                command,
+                folder=item.config.rootpath,
+                environment={**os.environ, **extra},
+                out=out,
+                error=error,
+                timeout=timeout,
+            )
+        except TimeoutError as late:
+            raise Failed(f"{late}\n{_end(out)}{_end(error)}") from None
         if not result.exists():
             raise Failed(
-                f"the fresh process ended ({child.returncode}) without a result\n"
-                f"{out[-6000:]}{err[-6000:]}"
+                f"the fresh process ended ({status}) without a result\n"
+                f"{_end(out)}{_end(error)}"
             )
         data = json.loads(result.read_text())
+        written = _end(out), _end(error)
     reports = [
         item.config.hook.pytest_report_from_serializable(config=item.config, data=d)
         for d in data
@@ -121,11 +126,11 @@ def _fresh_process(item: pytest.Item, marker: pytest.Mark) -> list[pytest.TestRe
             report.longrepr = tuple(report.longrepr)
     if reports[-1].when != "teardown":
         raise Failed(
-            f"the process ended ({child.returncode}) after {reports[-1].when}\n"
-            f"{out[-6000:]}{err[-6000:]}"
+            f"the process ended ({status}) after {reports[-1].when}\n"
+            + "".join(written)
         )
-    if err.strip():
-        reports[-1].sections.append(("stderr of the fresh process", err[-6000:]))
+    if written[1].strip():
+        reports[-1].sections.append(("stderr of the fresh process", written[1]))
     return reports
 
 

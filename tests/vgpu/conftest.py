@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+for folder in (ROOT / "scripts", ROOT):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def pytest_configure(config: pytest.Config) -> None:

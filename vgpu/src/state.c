@@ -126,6 +126,8 @@ static bool read_config(void) {
     return false;
   }
   size_t room = 1 << 20;
+  free(config_text);  // of the process that this one was forked from
+  memset(&config, 0, sizeof config);
   config_text = malloc(room);
   size_t n = fread(config_text, 1, room - 1, file);
   config_text[n] = 0;

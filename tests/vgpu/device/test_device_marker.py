@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ def test_outcomes_are_the_tests_own(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", "-p", "vgpu.pytest_plugin", str(path)]
         + ["-rA", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"],
         cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -90,6 +92,7 @@ def test_fixtures_of_the_modules_around_are_torn_down(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", "-p", "vgpu.pytest_plugin", str(tmp_path)]
         + ["--rootdir", str(tmp_path), "-p", "no:cacheprovider"],
         cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import caches as caches_of_runs
+
+from vgpu import config, launch
+from vgpu.server import Server
 
 ROOT = Path(__file__).resolve().parents[3]
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -17,6 +25,26 @@ HOOKS = Path(__file__).with_name("hooks.toml").read_text()
 # The official release is the installed one; ours lies before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
+SHELF = ROOT / "build/kernels"
+# What engines import; the rest takes little time. FlashInfer asks the device when it is
+# imported: a fork is without, as if it were not installed.
+IMPORTS = (
+    "-flashinfer",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.llama_eagle",
+    "vllm.model_executor.models.qwen3_moe",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "cutlass",
+    "tilelang",
+)
 
 
 def run(
@@ -28,46 +56,74 @@ def run(
     hooks: str = "",
     folder: Path,
     visible: str | None = None,
+    caches: Path | None = None,
+    forked: bool = True,
     timeout: int = 420,
 ) -> dict[str, Any]:
     """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
     if it prints several, all of them as "every".
 
     A scenario is the name of a file in scenarios/, which takes its case as JSON, or
-    the path of a script with arguments of its own.
+    the path of a script with arguments of its own. It starts cold: no result of an
+    earlier run is there, unless `caches` is the folder where that run kept them.
+    `forked` from a process that has imported vLLM without FlashInfer, or else one that
+    imports for itself.
 
     `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
         AssertionError: it printed none; shows what it did print.
+        TimeoutError: it was killed after `timeout` seconds.
     """
-    site = SITES[vllm]
-    assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
     settings = folder / "device.toml"
     settings.write_text(
         "".join(f"{k} = {json.dumps(v)}\n" for k, v in device.items()) + hooks
     )
-    paths = [site, str(ROOT), str(SCENARIOS)]
-    environment = {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    own = caches or Path(tempfile.mkdtemp(prefix="caches-", dir=folder))
+    environment = environment_of(vllm, own)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     script = SCENARIOS / f"{scenario}.py" if isinstance(scenario, str) else scenario
-    arguments = [json.dumps(case)] if isinstance(scenario, str) else case
-    done = subprocess.run(
-        [sys.executable, "-m", "vgpu", "--config", str(settings), "--",
-         sys.executable, str(script), *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )  # fmt: skip
-    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    arguments = [json.dumps(case)] if isinstance(scenario, str) else map(str, case)
+    command = [str(script), *arguments]
+    out, error = folder / "stdout", folder / "stderr"
+    if forked:
+        server(vllm).run(
+            config.load(settings), command, folder=folder, environment=environment,
+            out=out, error=error, timeout=timeout,
+        )  # fmt: skip
+    else:
+        with (
+            launch.device(config.load(settings), environment) as env,
+            out.open("w") as to,
+            error.open("w") as errors_to,
+        ):
+            subprocess.run(
+                [sys.executable, *command], cwd=folder, env=env, timeout=timeout,
+                stdin=subprocess.DEVNULL, stdout=to, stderr=errors_to,
+            )  # fmt: skip
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, error))
+    lines = [s for s in stdout.splitlines() if s.startswith("RESULT ")]
+    assert lines, stdout[-3000:] + stderr[-3000:]
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     result: dict[str, Any] = results[-1]
-    return result | {
-        "every": results,
-        "stdout": done.stdout,
-        "stderr": done.stderr,
-    }
+    return result | {"every": results, "stdout": stdout, "stderr": stderr}
+
+
+def environment_of(vllm: str, caches: Path) -> dict[str, str]:
+    site = SITES[vllm]
+    assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
+    paths = [site, str(ROOT), str(SCENARIOS)]
+    base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    return caches_of_runs.environment(base, caches, SHELF)
+
+
+@cache
+def server(vllm: str) -> Server:
+    """Lives as long as the tests of this process."""
+    folder = tempfile.TemporaryDirectory(prefix="vgpu-server-")
+    environment = environment_of(vllm, Path(folder.name))
+    started = Server(sys.executable, IMPORTS, environment, config.load())
+    atexit.register(folder.cleanup)
+    atexit.register(started.close)
+    return started

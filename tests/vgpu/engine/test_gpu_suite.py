@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import caches
 import pytest
 from harness import HOOKS, ROOT
 
@@ -50,7 +51,9 @@ def call(
     return subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=caches.environment(
+            os.environ | {"PYTHONPATH": str(ROOT)}, folder / "caches"
+        ),
         capture_output=True,
         text=True,
     )

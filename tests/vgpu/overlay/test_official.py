@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import caches
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +33,8 @@ def site(tmp_path: Path) -> Path:
 
 
 def python(site: Path, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(site)}
+    environment = caches.environment(os.environ, site.parent / "caches")
+    environment |= {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
     return subprocess.check_output(command, env=environment, text=True, cwd=site)
 

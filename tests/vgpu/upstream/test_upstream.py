@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+import caches
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,13 +43,14 @@ def test_outcomes(file: str, vllm: str, tmp_path: Path) -> None:
     unpack_tests(vllm, tmp_path)
     report = tmp_path / "report.xml"
     paths = [SITES[vllm], str(ROOT), str(tmp_path / "tests/vllm_test_utils")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     skipped = [f"--deselect={file}::{name}" for name in EXPECTED["needs_network"]]
     done = subprocess.run(
         [sys.executable, "-m", "vgpu", "--memory", "16GiB", "--",
          sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
          f"--junitxml={report}", *skipped, file],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        env=caches.environment(environment, tmp_path / "caches"),
         capture_output=True,
         text=True,
         timeout=540,

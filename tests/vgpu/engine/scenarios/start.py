@@ -129,6 +129,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["report"]:
         record_reported(result)
     record_graphs(result, case["profiles"])
+    if device.VIRTUAL:
+        inspect_models_here()
     if case["model"] == "hybrid":
         index_chunks_on_host()
     record_suggestions(result)
@@ -224,6 +226,13 @@ def index_chunks_on_host() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
             vars(module)[prepare.__name__] = exact
+
+
+def inspect_models_here() -> None:
+    """Not in a process that imports all of vLLM again to do it."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def time_phases(seconds: dict[str, float]) -> None:

@@ -1,0 +1,57 @@
+"""Where runs keep what they compile: below build/, never in the user's home.
+
+What a start finds of an earlier one changes what it measures: results of autotuning,
+compiled models, plans. So each run begins without, unless it is given a folder of its
+own to come back to: the first start in it is cold, those after it are warm. Compiled
+Triton kernels alone, which change no byte, wait on a shelf that all runs share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+# Where a program would look instead of the home folder, if the user has set it.
+ELSEWHERE = {
+    "CUDA_CACHE_PATH",
+    "FLASHINFER_CUBIN_DIR",
+    "HF_HOME",
+    "TILELANG_CACHE_DIR",
+    "TORCH_HOME",
+    "TRITON_HOME",
+    "VLLM_ASSETS_CACHE",
+    "VLLM_CONFIG_ROOT",
+    "XDG_DATA_HOME",
+}
+# Bytecode lies beside the modules of the environment: vLLM has thousands.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+
+
+def environment(
+    base: Mapping[str, str], folder: Path, shelf: Path | None = None
+) -> dict[str, str]:
+    """`base` for processes that keep what they keep in `folder`.
+
+    `shelf` is the folder of kernels that kernel_shelf.py shares; it must be on their
+    path.
+    """
+    home = folder / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    result = {key: value for key, value in base.items() if key not in ELSEWHERE | BYTECODE}
+    result |= {
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "FLASHINFER_WORKSPACE_BASE": str(home),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        # Else humming compiles kernels beside each process that imports vLLM.
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
+    }
+    if shelf is not None:
+        result |= {
+            "TRITON_CACHE_MANAGER": "kernel_shelf:Shelf",
+            "KERNEL_SHELF": str(shelf),
+        }
+    return result

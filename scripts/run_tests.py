@@ -1,0 +1,98 @@
+"""Run suites of tests one after the other, and say at the end what passed.
+
+A line a test says which it is and how many of how many; the last lines are a table of
+the suites and "total: N passed, N failed, N skipped".
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from series import Base, Problem, command
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests of a folder, in the environment of the tools or of vLLM."""
+
+    folder: str
+    marked: str = ""
+    tools: bool = False
+
+
+SUITES = {
+    "tools": Suite("tests/tools", tools=True),
+    "gpu": Suite("tests/gpu", tools=True),
+    "vgpu": Suite("tests/vgpu", "not full and not long"),
+    "vgpu-all": Suite("tests/vgpu", "not long"),
+    "vgpu-long": Suite("tests/vgpu", "long"),
+    "topics": Suite("tests/vgpu/engine", "topic"),
+    "device": Suite("tests/vgpu/device"),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "suites", nargs="+", metavar="SUITE[@RELEASE]", help=" ".join(SUITES)
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    began = time.monotonic()
+    rows, total = [], Counter[str]()
+    for asked in args.suites:
+        name, _, release = asked.partition("@")
+        if name not in SUITES:
+            raise Problem(f"there is no suite {name}: {', '.join(SUITES)}.")
+        base = Base.load(args.root, release or args.base)
+        print(f"\n== {asked}: {SUITES[name].folder}", flush=True)
+        start = time.monotonic()
+        counts = run(base, SUITES[name], base.root / f"build/tests/{asked}.xml")
+        total += counts
+        rows.append(f"{asked:16} {said(counts)}, {minutes(time.monotonic() - start)}")
+    print(f"\n== {minutes(time.monotonic() - began)}", *rows, sep="\n")
+    print(f"total: {said(total)}", flush=True)
+    if total["failed"]:
+        raise SystemExit(1)
+
+
+def run(base: Base, suite: Suite, report: Path) -> Counter[str]:
+    """The number of tests by outcome; a run that ends early is a failure too."""
+    environment = ".venv" if suite.tools else f".venv-vllm-{base.version}"
+    report.unlink(missing_ok=True)
+    done = subprocess.run(
+        [base.root / environment / "bin/python", "-m", "pytest", "-v", "-n", "2",
+         "--dist", "worksteal", "-o", "console_output_style=count", "--durations=25",
+         "-m", suite.marked, f"--junitxml={report}", suite.folder],
+        cwd=base.root,
+    )  # fmt: skip
+    counts = Counter[str]()
+    if report.is_file():
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = {child.tag for child in case}
+            failed = kinds & {"failure", "error"}
+            skipped = "skipped" in kinds
+            counts["failed" if failed else "skipped" if skipped else "passed"] += 1
+    if done.returncode and not counts["failed"]:
+        print(f"pytest ended with status {done.returncode}", file=sys.stderr)
+        counts["failed"] += 1
+    return counts
+
+
+def said(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[k]} {k}" for k in ("passed", "failed", "skipped"))
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
+if __name__ == "__main__":
+    command(main)

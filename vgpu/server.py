@@ -1,0 +1,198 @@
+"""A process on the device that has imported once, and forks a process a command.
+
+Importing torch takes seconds and vLLM many; a fork takes none. The server imports
+what it is told to and never calls CUDA itself, so each fork finds a device of its own,
+as a process that has just started would: the one that its run folder describes.
+
+What a fork does not get: modules that ask the device when they are imported cannot be
+imported in the server, and the choice of vLLM's platform is made there. A command that
+looks at either wants a process of its own (`launch.run`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import launch
+from .config import Configuration
+from .errors import VgpuError
+
+
+class Server:
+    """Forks commands for one environment, one at a time.
+
+    Args:
+        python: the interpreter.
+        imports: modules to import if they are installed; one after a "-" is hidden, as
+            if it were not.
+        environment: of the server; a command's own comes with it.
+        configuration: the device that the server's imports may ask (by NVML alone).
+
+    Raises:
+        VgpuError: it ended before it was ready; shows what it wrote.
+    """
+
+    def __init__(
+        self,
+        python: str | Path,
+        imports: Sequence[str],
+        environment: Mapping[str, str],
+        configuration: Configuration,
+    ) -> None:
+        self._device = launch.device(configuration, environment)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            [str(python), "-P", "-m", "vgpu.server", *imports],
+            env=self._device.__enter__(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        try:
+            self._read(None)
+        except VgpuError:
+            self.close()
+            raise
+
+    def run(
+        self,
+        configuration: Configuration,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        environment: Mapping[str, str],
+        out: Path,
+        error: Path,
+        timeout: float,
+    ) -> int:
+        """Runs a script (or, after "-m", a module) with its arguments on a device.
+
+        Returns its exit status, -n for signal n. Its process group ends with it.
+
+        Raises:
+            TimeoutError: it was killed after `timeout` seconds.
+            VgpuError: the server ended.
+        """
+        with launch.device(configuration, environment) as env:
+            order = {
+                "command": list(command),
+                "environment": env,
+                "folder": str(folder),
+                "out": str(out),
+                "error": str(error),
+            }
+            assert self._process.stdin
+            try:
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                pass  # reading says why
+            group = int(self._read(None))
+            try:
+                return int(self._read(timeout))
+            except TimeoutError:
+                _kill(group)
+                self._read(None)
+                raise
+            finally:
+                _kill(group)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._device.__exit__(None, None, None)
+        self._log.close()
+
+    def _read(self, timeout: float | None) -> str:
+        pipe = self._process.stdout
+        assert pipe
+        if not select.select([pipe], [], [], timeout)[0]:
+            raise TimeoutError(f"no end after {timeout:g} s")
+        line = pipe.readline().decode().strip()
+        if not line:
+            self._log.seek(0)
+            raise VgpuError(f"the server ended:\n{self._log.read()[-3000:]}")
+        return line
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _become(order: dict[str, Any]) -> NoReturn:
+    """The forked process: does what an interpreter does with a command line."""
+    status = 1
+    try:
+        os.setsid()
+        files = {0: os.devnull, 1: order["out"], 2: order["error"]}
+        for number, path in files.items():
+            mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            os.dup2(os.open(path, mode, 0o644), number)
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        os.chdir(order["folder"])
+        command = order["command"]
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path.insert(0, order["folder"])
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        else:
+            status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                status = status or 1
+        os._exit(status)
+
+
+def main(imports: Sequence[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what imports print is no answer
+    for name in imports:
+        if name.startswith("-"):
+            sys.modules[name[1:]] = None  # type: ignore[assignment]
+        elif importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _become(json.loads(line))
+        print(child, file=answers)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
