@@ -136,8 +136,13 @@ def _kill(group: int) -> None:
         return
 
 
-def _become(order: dict[str, Any]) -> NoReturn:
-    """The forked process: does what an interpreter does with a command line."""
+def _become(
+    order: dict[str, Any], added: dict[str, str], changed: dict[str, str]
+) -> NoReturn:
+    """The forked process: does what an interpreter does with a command line.
+
+    `added` and `changed` is what the imports did to the environment.
+    """
     status = 1
     try:
         os.setsid()
@@ -146,7 +151,7 @@ def _become(order: dict[str, Any]) -> NoReturn:
             mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             os.dup2(os.open(path, mode, 0o644), number)
         os.environ.clear()
-        os.environ.update(order["environment"])
+        os.environ.update(added | order["environment"] | changed)
         os.chdir(order["folder"])
         command = order["command"]
         if command[0] == "-m":
@@ -177,18 +182,22 @@ def _become(order: dict[str, Any]) -> NoReturn:
 def main(imports: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print is no answer
+    before = dict(os.environ)
     for name in imports:
         if name.startswith("-"):
             sys.modules[name[1:]] = None  # type: ignore[assignment]
         elif importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    now = dict(os.environ)
+    added = {key: now[key] for key in now.keys() - before.keys()}
+    changed = {key: now[key] for key in now.keys() & before if now[key] != before[key]}
     gc.collect()
     gc.freeze()
     print("ready", file=answers)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _become(json.loads(line))
+            _become(json.loads(line), added, changed)
         print(child, file=answers)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers)
