@@ -37,7 +37,9 @@ def environment(
     """
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
-    result = {key: value for key, value in base.items() if key not in ELSEWHERE | BYTECODE}
+    result = {
+        key: value for key, value in base.items() if key not in ELSEWHERE | BYTECODE
+    }
     result |= {
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / ".cache"),
