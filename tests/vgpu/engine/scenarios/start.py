@@ -5,6 +5,7 @@ The argument is a JSON object; DEFAULTS lists its keys.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -30,6 +31,12 @@ DEFAULTS: dict[str, Any] = {
     "profiles": 1,  # how often memory is profiled
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
+    "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
+    "beside": {},  # the case of an engine that is started first in the process
+    "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
+    # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
+    "flashinfer_tactic": {},
+    "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
@@ -41,6 +48,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
+HELD: list[Any] = []
 PHASES = (
     "init_device",
     "load_model",
@@ -52,6 +60,7 @@ PHASES = (
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    os.environ |= asked.get("environment", {})
     import device
 
     device.watch_peak()
@@ -69,7 +78,7 @@ def main() -> None:
             result["report"] = json.loads(report.read_text())
     result["processor_seconds"] = time.process_time()
     result["peak"] = device.peak()
-    result["process_peak"] = device.process_peak()
+    result["process_peak"] = device.process_peak() - result.get("before", 0)
     if asked.get("moved") and device.VIRTUAL:
         from vgpu import control
 
@@ -78,11 +87,49 @@ def main() -> None:
 
 
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
+    """Start what the case asks for; `result` has what the process held "before" the
+    engine, which is not in its "process_peak"."""
+    first = beside(asked, result)
     llm = engine(asked, result)
+    if first:
+        result["lost"] = lost(first)
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
+
+
+def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """The engine that is started first, and the addresses that it holds."""
+    if not asked.get("beside"):
+        return None
+    level = asked.get("asleep", 0)
+    told: dict[str, Any] = {}
+    result["beside"] = told
+    llm = engine({"sleep": level} | asked["beside"], told)
+    if level:
+        llm.sleep(level=level)
+    result["beside"] = copy.deepcopy(told)  # the next start writes there, too
+    return llm, blocks()
+
+
+def blocks() -> dict[int, int]:
+    """Address and size of what PyTorch has allocated."""
+    import torch
+
+    return {
+        block["address"]: block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+
+
+def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
+    """Sizes of what was allocated then and is not any more."""
+    _, then = first
+    now = blocks()
+    return sorted(size for at, size in then.items() if now.get(at) != size)
 
 
 def configure(v2: bool) -> None:
@@ -120,6 +167,9 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
+    if case["model"] == "vision":
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     if case["held"]:
         device.other_process(case["held"])
     if case["free"]:
@@ -131,8 +181,15 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     record_graphs(result, case["profiles"])
     if case["model"] == "hybrid":
         index_chunks_on_host()
+    if case["flashinfer_tactic"]:
+        import tactic
+
+        tactic.add(result, **case["flashinfer_tactic"])
     record_suggestions(result)
     time_phases(seconds)
+    hold(case["tensors"])
+    result["before"] = device.process_used()
+    device.reset_peak()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         if case["draft"]:
@@ -156,6 +213,14 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         "memory": llm.collective_rpc(memory)[0] | {"graphs": result.get("graphs", 0)},
     }
     return llm
+
+
+def hold(size: int) -> None:
+    """Tensors that live as long as the process."""
+    import torch
+
+    if size:
+        HELD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
