@@ -10,10 +10,10 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 TOOLS_TESTS := $(if $(filter $(OLDER),$(BASE)),,.venv/bin/python -m pytest tests/tools)
 
 .PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics device-tests lint bench bench-load \
-  bench-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
+  bench-start bench-release bench-suggestion bench-fragmentation gpu calibrate bundle results-page
 
 # Else humming compiles kernels, in two processes beside each that imports vLLM.
-check test test-all test-long topics bench-load bench-start bench-suggestion bench-fragmentation: \
+check test test-all test-long topics bench-load bench-start bench-release bench-suggestion bench-fragmentation: \
   export HUMMING_DISABLE_PARALLEL_BUILD = 1
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
@@ -84,6 +84,9 @@ bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 
 bench-start: vgpu envelope  ## what a start takes of what it requested
 	@$(call RUN,bench_start)
+
+bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
+	@$(call RUN,bench_release) $(if $(ONLY),--only "$(ONLY)")
 
 bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 	@$(call RUN,bench_suggestion)

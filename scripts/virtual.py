@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from series import Base, Problem
@@ -36,28 +37,58 @@ def results(
     environment: Mapping[str, str] | None = None,
     config: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """What a script prints after "RESULT ", a JSON object a line.
-
-    `site` is one of SITES. `config` is a TOML file with more of the device.
+    """All of `each_result`.
 
     Raises:
-        Problem: it printed none; shows what it wrote.
+        Problem: there are none; shows what the script wrote.
+    """
+    errors: list[str] = []
+    found = list(
+        each_result(base, site, device, script, argument, environment, config, errors)
+    )
+    if not found:
+        raise Problem(f"{script.name}, {site}: no result.\n{''.join(errors)[-2000:]}")
+    return found
+
+
+def each_result(
+    base: Base,
+    site: str,
+    device: Mapping[str, object],
+    script: Path,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
+    errors: list[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """What a script prints after "RESULT ", a JSON object a line, as it comes.
+
+    `site` is one of SITES. `config` is a TOML file with more of the device. `errors`
+    gets what the script writes to stderr, when it ends.
     """
     python, ours = environment_of(base)
     paths = [*([ours] if site == "envelope" else []), base.root]
     settings = [f"--set={key}={value}" for key, value in device.items()]
     if config is not None:
         settings.append(f"--config={config}")
-    done = subprocess.run(
-        [python, "-m", "vgpu", *settings, "--", python, script, argument],
-        cwd=base.root / "build",
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        | dict(environment or {}),
-        capture_output=True,
-        text=True,
-    )
-    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    if not lines:
-        raise Problem(f"{script.name}, {site}: no result.\n{done.stderr[-2000:]}")
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    with (
+        TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(
+            [python, "-m", "vgpu", *settings, "--", python, script, argument],
+            cwd=base.root / "build",
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+            | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line.removeprefix("RESULT "))
+        process.wait()
+        log.seek(0)
+        if errors is not None:
+            errors.append(log.read())

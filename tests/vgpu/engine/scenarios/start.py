@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
     # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
     "flashinfer_tactic": {},
+    "folder": "",  # where the model is written, which compile caches are keyed by
     "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
 }
@@ -191,21 +192,23 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     result["before"] = device.process_used()
     device.reset_peak()
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(case["folder"] or temporary)
         if case["draft"]:
             arguments["speculative_config"] = {
                 "method": "eagle",
-                "model": models.write("draft", Path(folder, "draft")),
+                "model": models.write("draft", folder / "draft"),
                 "num_speculative_tokens": case["draft"],
             }
         llm = LLM(
-            models.write(case["model"], Path(folder)),
+            models.write(case["model"], folder),
             **(ENGINE | arguments | case["llm"]),
         )
     seconds["engine"] = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
     result |= {
         "blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
         "used": device.used(),
         "reserved": torch.cuda.memory_reserved(),
