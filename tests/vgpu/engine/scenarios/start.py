@@ -91,9 +91,11 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
     """Start what the case asks for; `result` has what the process held "before" the
     engine, which is not in its "process_peak"."""
     first = beside(asked, result)
-    llm = engine(asked, result)
-    if first:
-        result["lost"] = lost(first)
+    try:
+        llm = engine(asked, result)
+    finally:
+        if first:
+            result["lost"] = lost(first)
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
     if level := asked.get("sleep"):
