@@ -121,7 +121,7 @@ def test_what_the_process_holds_is_not_the_engines(
     }
     for name, (official, ours) in pairs.items():
         for key in ("lost", "tactic"):
-            # CUDA graphs of the other engine refer to what it has, workspaces above all.
+            # CUDA graphs of the other engine refer to its memory, to workspaces too.
             if ours.get(key) != official.get(key):
                 found[name] += f" {key}: {ours.get(key)}, not {official.get(key)}"
     assert not any(found.values()), found

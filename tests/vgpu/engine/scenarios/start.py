@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # level
     "generate": 0,  # tokens
     "held": 0,  # what another process holds before the start
+    "neighbour": 0,  # what another process of the run (of the container) holds
     "free": 0,  # what another process leaves, if given
     "moved": "",  # what another process takes or releases as a phase begins
     "moved_at": "profile",  # the phase
@@ -49,7 +51,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
-HELD: list[Any] = []
+HELD: list[Any] = []  # tensors and a process that live as long as this one
 PHASES = (
     "init_device",
     "load_model",
@@ -173,6 +175,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["model"] == "vision":
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+    if case["neighbour"]:
+        start_neighbour(case["neighbour"])
     if case["held"]:
         device.other_process(case["held"])
     if case["free"]:
@@ -220,8 +224,26 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     return llm
 
 
+def start_neighbour(size: int) -> None:
+    """Start a process that holds bytes of the device until this one ends."""
+    code = (
+        "import ctypes, sys\n"
+        "cuda, size = ctypes.CDLL('libcuda.so.1'), ctypes.c_size_t(int(sys.argv[1]))\n"
+        "print(cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), size), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "0\n"
+    HELD.append(process)
+
+
 def hold(size: int) -> None:
-    """Tensors that live as long as the process."""
+    """Allocate tensors."""
     import torch
 
     if size:
