@@ -10,7 +10,8 @@ from conftest import SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS))
 
-from bench_release import MEMORY, MIB, Row, Start, grid, verdict
+from bench_release import Row, Start, grid, verdict
+from bench_start import MEMORY, MIB
 
 HALF = MEMORY // 2
 
