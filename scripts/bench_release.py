@@ -2,8 +2,8 @@
 release starts within its request, with the KV cache that it has there.
 
 Prints a Markdown table. Every start is a process on a virtual device, forked from one
-that has imported vLLM (tests/vgpu/engine/scenarios). Compiled ones find a warm cache:
-the first start of each model is thrown away.
+that has imported vLLM (tests/vgpu/engine/scenarios). They find warm caches of compiled
+kernels and models: the first start of each kind is thrown away.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]
         for start in starts:
             if ENVIRONMENT.get(start.variant, {}) != variables:
                 continue
-            kind = start.model, start.runner
-            if start.mode == "compiled" and kind not in warm:
+            kind = start.model, start.runner, start.mode == "compiled"
+            if kind not in warm:
                 queue.append(start)  # its result is replaced by that of the next
                 warm.add(kind)
             queue.append(start)

@@ -188,6 +188,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     record_graphs(result, case["profiles"])
     if case["model"] == "hybrid":
         index_chunks_on_host()
+    if case["llm"].get("enable_lora"):
+        count_on_the_host()
     if case["flashinfer_tactic"]:
         import tactic
 
@@ -316,6 +318,18 @@ def index_chunks_on_host() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
             vars(module)[prepare.__name__] = exact
+
+
+def count_on_the_host() -> None:
+    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    import torch
+
+    unique = torch.unique
+
+    def counted(tensor: Any, **options: Any) -> Any:
+        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+
+    torch.unique = counted
 
 
 def time_phases(seconds: dict[str, float]) -> None:
