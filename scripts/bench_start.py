@@ -167,7 +167,9 @@ def outcome(result: dict[str, Any]) -> str:
     if result["outcome"] in ("OutOfMemoryError", "died"):
         return "out of memory"
     # The V1 runner's sampler says so in an error of its own.
-    return "out of memory" if "out of memory occurred" in result["error"] else "refused"
+    if "out of memory occurred" in result["error"]:
+        return "out of memory"
+    return "refused" if result["outcome"] == "ValueError" else str(result["outcome"])
 
 
 def verdict(rows: list[Row]) -> Iterator[str]:

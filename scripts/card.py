@@ -207,6 +207,10 @@ class Meter:
         self.used()
         return self._peak
 
+    def reset_peak(self) -> None:
+        self._peak = 0
+        self.used()
+
     def move(self, order: str) -> None:
         """Let the co-tenant carry out an order; its memory is not this process's."""
         with self._lock:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import caches
@@ -38,13 +39,35 @@ def results(
     environment: Mapping[str, str] | None = None,
     config: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """What a script prints after "RESULT ", a JSON object a line.
-
-    `site` is one of SITES. `config` is a TOML file with more of the device. It starts
-    cold: no result of an earlier run is there.
+    """All of `each_result`.
 
     Raises:
-        Problem: it printed none; shows what it wrote.
+        Problem: there are none; shows what the script wrote.
+    """
+    errors: list[str] = []
+    found = list(
+        each_result(base, site, device, script, argument, environment, config, errors)
+    )
+    if not found:
+        raise Problem(f"{script.name}, {site}: no result.\n{''.join(errors)[-2000:]}")
+    return found
+
+
+def each_result(
+    base: Base,
+    site: str,
+    device: Mapping[str, object],
+    script: Path,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
+    errors: list[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """What a script prints after "RESULT ", a JSON object a line, as it comes.
+
+    `site` is one of SITES. `config` is a TOML file with more of the device. The script
+    starts cold: no result of an earlier run is there. `errors` gets what it writes to
+    stderr, when it ends.
     """
     python, ours = environment_of(base)
     # Scenarios have the kernels' shelf beside them.
@@ -53,17 +76,24 @@ def results(
     if config is not None:
         settings.append(f"--config={config}")
     build = base.root / "build"
-    with scratch(build, "caches") as folder:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        done = subprocess.run(
+    inherited = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    with (
+        scratch(build, "caches") as folder,
+        TemporaryFile("w+", errors="replace") as log,
+    ):
+        own = caches.environment(inherited, folder, build / "kernels")
+        with subprocess.Popen(
             [python, "-m", "vgpu", *settings, "--", python, script, argument],
             cwd=build,
-            env=caches.environment(env, folder, build / "kernels")
-            | dict(environment or {}),
-            capture_output=True,
+            env=own | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
-        )
-    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    if not lines:
-        raise Problem(f"{script.name}, {site}: no result.\n{done.stderr[-2000:]}")
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+        ) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if line.startswith("RESULT "):
+                    yield json.loads(line.removeprefix("RESULT "))
+        log.seek(0)
+        if errors is not None:
+            errors.append(log.read())

@@ -307,11 +307,24 @@ typedef struct CUgraphExec_st {
   int64_t charged;
 } Exec;
 
+// What stays until the process ends.
+static CUresult first_graph(int device) {
+  static bool taken[MAX_DEVICES];
+  pthread_mutex_lock(&objects_lock);
+  int64_t bytes = taken[device] ? 0 : (int64_t)config.device[device].first_graph;
+  bool fits = charge(device, bytes, "first graph");
+  taken[device] |= fits;
+  pthread_mutex_unlock(&objects_lock);
+  return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
   *handle = NULL;
   if (!object_is(graph, GRAPH)) return CUDA_ERROR_INVALID_VALUE;
   int device = current_device();
   const DeviceConfig* d = &config.device[device];
+  CUresult error = first_graph(device);
+  if (error) return error;
   int64_t bytes = (int64_t)(d->graph + d->graph_node * graph->nodes);
   if (!charge(device, bytes, "graph")) return CUDA_ERROR_OUT_OF_MEMORY;
   Exec* exec = object_new(EXEC, sizeof *exec);

@@ -13,6 +13,7 @@ typedef struct CUmod_st {
 
 typedef struct CUfunc_st {
   Module* module;
+  uint16_t launched;  // a bit for each device that it was launched on
   char name[];
 } Kernel;
 
@@ -21,6 +22,7 @@ typedef struct CUfunc_st {
 static struct {
   const void* function;
   const char* name;
+  uint16_t launched;
 }* registered;
 static size_t registered_count, registered_room;
 static bool registered_sorted;
@@ -31,15 +33,18 @@ static int compare(const void* a, const void* b) {
   return x < y ? -1 : x > y;
 }
 
-static const char* registered_name(const void* function) {
-  pthread_mutex_lock(&registered_lock);
+// With registered_lock held. NULL: unknown.
+static __typeof__(registered) registered_kernel(const void* function) {
   if (!registered_sorted)
     qsort(registered, registered_count, sizeof *registered, compare);
   registered_sorted = true;
-  const void* key = function;
-  const char** found = (const char**)bsearch(&key, registered, registered_count,
-                                             sizeof *registered, compare);
-  const char* name = found ? found[1] : NULL;
+  return bsearch(&function, registered, registered_count, sizeof *registered, compare);
+}
+
+static const char* registered_name(const void* function) {
+  pthread_mutex_lock(&registered_lock);
+  __typeof__(registered) found = registered_kernel(function);
+  const char* name = found ? found->name : NULL;
   pthread_mutex_unlock(&registered_lock);
   return name;
 }
@@ -71,6 +76,7 @@ EXPORT void __cudaRegisterFunction(void** handle, const char* function,
     if (!registered) abort();
   }
   registered[registered_count].function = function;
+  registered[registered_count].launched = 0;
   registered[registered_count++].name = name;
   registered_sorted = false;
   pthread_mutex_unlock(&registered_lock);
@@ -129,8 +135,30 @@ static CUresult run_hook(const Hook* hook, void** arguments, void* stream) {
                                          .value_bytes = hook->value_bytes});
 }
 
+// CUDA loads a kernel's code when it is first launched.
+static CUresult kernel_load(const void* kernel) {
+  Module* module = object_is(kernel, KERNEL) ? ((const Kernel*)kernel)->module : NULL;
+  int device = module ? module->device : current_device();
+  int64_t bytes = (int64_t)config.device[device].kernel;
+  if (!bytes) return CUDA_SUCCESS;
+  pthread_mutex_lock(&registered_lock);
+  __typeof__(registered) known = module ? NULL : registered_kernel(kernel);
+  uint16_t none = UINT16_MAX;
+  uint16_t* launched = module  ? &((Kernel*)kernel)->launched
+                       : known ? &known->launched
+                               : &none;
+  bool first = !(*launched >> device & 1);
+  bool fits = !first || charge(device, bytes, "kernel");
+  if (first && fits) *launched |= (uint16_t)(1u << device);
+  if (first && fits && module) module->charged += bytes;
+  pthread_mutex_unlock(&registered_lock);
+  return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult kernel_launch(const void* kernel, void** arguments, void* stream) {
-  CUresult error = stream_run(stream, &(Operation){.kind = NODE_KERNEL});
+  CUresult error = kernel_load(kernel);
+  if (error) return error;
+  error = stream_run(stream, &(Operation){.kind = NODE_KERNEL});
   if (!config.hooks || !arguments) return error;
   const char* name = kernel_name(kernel);
   for (int i = 0; name && i < config.hooks && !error; i++)
@@ -216,7 +244,7 @@ static CUresult module_unload(void* handle) {
 static CUresult module_kernel(void** kernel, void* module, const char* name) {
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
   Kernel* k = object_new(KERNEL, sizeof *k + strlen(name) + 1);
-  k->module = module;
+  *k = (Kernel){.module = module};
   memcpy(k->name, name, strlen(name) + 1);
   *kernel = k;
   return CUDA_SUCCESS;

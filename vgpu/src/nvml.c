@@ -186,7 +186,7 @@ static MemoryInfo memory_info(Handle handle) {
   int i = device_of(handle);
   const DeviceConfig* d = &config.device[i];
   uint64_t total = is_parent(handle) ? d->mig_parent_total : d->nvml_total;
-  uint64_t used = MIN(device_used(i), total);
+  uint64_t used = MIN(d->nvml_own_use ? run_used(i) : device_used(i), total);
   return (MemoryInfo){total, total - used, used};
 }
 

@@ -87,14 +87,17 @@ static void read_device(int i, DeviceConfig* d) {
   NUMBER(meminfo_total);
   NUMBER(meminfo_free_limit);
   NUMBER(meminfo_free_stale);
+  NUMBER(nvml_own_use);
   NUMBER(properties_total);
   NUMBER(nvml_total);
   NUMBER(other);
   NUMBER(context);
   NUMBER(graph);
   NUMBER(graph_node);
+  NUMBER(first_graph);
   NUMBER(cublas_handle);
   NUMBER(module);
+  NUMBER(kernel);
   NUMBER(malloc_block);
   NUMBER(vmm_granularity);
   NUMBER(integrated);
@@ -394,6 +397,13 @@ bool state_init(void) {
 uint64_t device_used(int device) {
   state_lock();
   uint64_t used = shared->device[device].used + shared->device[device].other;
+  state_unlock();
+  return used;
+}
+
+uint64_t run_used(int device) {
+  state_lock();
+  uint64_t used = shared->device[device].used;
   state_unlock();
   return used;
 }

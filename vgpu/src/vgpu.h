@@ -37,9 +37,9 @@ enum {
 typedef struct {
   uint64_t memory;  // bytes that can be allocated
   uint64_t meminfo_total, meminfo_free_limit, properties_total, nvml_total;
-  bool meminfo_free_stale;
+  bool meminfo_free_stale, nvml_own_use;
   uint64_t other;  // held by other processes at the start
-  uint64_t context, graph, graph_node, cublas_handle, module;
+  uint64_t context, graph, graph_node, first_graph, cublas_handle, module, kernel;
   uint64_t malloc_block, vmm_granularity;
   bool integrated, vmm_handle_offset;
   int major, minor, sm_count, clock_khz, memory_clock_khz, bus_bits;
@@ -151,6 +151,7 @@ int device_index(int ordinal);  // the configured device behind an ordinal
 // False, and nothing is taken, when they do not fit.
 bool charge(int device, int64_t bytes, const char* cause);
 uint64_t device_used(int device);  // every process and the others
+uint64_t run_used(int device);     // every process of the run
 uint64_t device_free(int device);
 
 // ---- timeline.c

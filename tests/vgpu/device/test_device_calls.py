@@ -296,6 +296,59 @@ def test_math_handles_and_modules_cost_what_is_configured() -> None:
     assert gpu.used() == 0
 
 
+@pytest.mark.vgpu(memory="1GiB", graph="1MiB", first_graph="64MiB")
+def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    _, address = gpu.malloc(G)
+    gpu.begin(stream)
+    gpu.fill_async(address, 1, 8, stream)
+    _, graph = gpu.end(stream)
+    before = gpu.used()
+    first, second = (
+        gpu.new("cudaGraphInstantiateWithFlags", graph, c_uint64(0)) for _ in range(2)
+    )
+    assert gpu.used() - before == 66 * MIB
+    for executable in (first, second):
+        assert gpu.call("cudaGraphExecDestroy", executable) == OK
+    assert gpu.used() - before == 64 * MIB
+
+
+@pytest.mark.vgpu(memory="128MiB", first_graph="128MiB")
+def test_a_first_graph_that_does_not_fit_is_refused() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    _, address = gpu.malloc(G)
+    gpu.begin(stream)
+    gpu.fill_async(address, 1, 8, stream)
+    _, graph = gpu.end(stream)
+    executable = c_void_p()
+    for _ in range(2):
+        assert (
+            gpu.call(
+                "cudaGraphInstantiateWithFlags", byref(executable), graph, c_uint64(0)
+            )
+            == OUT_OF_MEMORY
+        )
+    assert gpu.used() == G
+
+
+@pytest.mark.vgpu(memory="1GiB", module="2MiB", kernel="1MiB")
+def test_a_kernel_is_charged_when_it_is_first_launched() -> None:
+    gpu = Cuda()
+    module = gpu.new("cuModuleLoadData", b"image")
+    first, second = (
+        gpu.new("cuModuleGetFunction", module, name) for name in (b"a", b"b")
+    )
+    assert gpu.used() == 2 * MIB
+    for kernel, used in ((first, 3), (first, 3), (second, 4)):
+        arguments = (kernel, *[1] * 6, 0, None, None, None)
+        assert gpu.call("cuLaunchKernel", *arguments) == OK
+        assert gpu.used() == used * MIB
+    assert gpu.call("cuModuleUnload", module) == OK
+    assert gpu.used() == 0
+
+
 @pytest.mark.vgpu(memory="1GiB")
 def test_handles_that_are_gone_are_invalid() -> None:
     gpu = Cuda()

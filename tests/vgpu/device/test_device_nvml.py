@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,36 @@ def test_devices_and_memory() -> None:
     pci = n.nvmlDeviceGetPciInfo(handle)
     assert pci.bus == 2
     assert n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByPciBusId(pci.busId)) == 1
+
+
+@pytest.mark.vgpu(
+    memory="8GiB", other="4GiB", nvml_total="3GiB", nvml_own_use=True, context="1MiB"
+)
+def test_nvml_of_a_slice_counts_its_own_processes() -> None:
+    from ctypes_cuda import Cuda
+
+    n = nvml()
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    assert n.nvmlDeviceGetMemoryInfo(handle).free == 3 * GIB
+    gpu = Cuda()
+    gpu.malloc(GIB)
+    used = GIB + MIB
+    memory = n.nvmlDeviceGetMemoryInfo(handle)
+    assert (memory.total, memory.used, memory.free) == (3 * GIB, used, 3 * GIB - used)
+    assert gpu.info() == (4 * GIB - used, 8 * GIB)
+    beside = [sys.executable, "-c", BESIDE]
+    done = subprocess.run(beside, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(3 * GIB - 2 * used)]
+
+
+# Another process of the same slice: what NVML tells it is free.
+BESIDE = """
+import ctypes, pynvml
+cuda, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+assert cuda.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(1 << 30)) == 0
+pynvml.nvmlInit()
+print(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free)
+"""
 
 
 @pytest.mark.vgpu(memory="8GiB")

@@ -123,6 +123,20 @@ def test_a_memory_pool_is_returned_when_dropped() -> None:
     del outside
 
 
+@pytest.mark.vgpu(memory="8GiB", kernel="1MiB")
+def test_kernels_of_pytorch_are_charged_when_they_are_first_launched() -> None:
+    import torch
+
+    x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    before = used()
+    x.add_(1)
+    assert used() == before + MIB
+    x.add_(1)
+    assert used() == before + MIB
+    x.mul_(2)
+    assert used() == before + 2 * MIB
+
+
 @pytest.mark.vgpu(memory="8GiB", graph="3MiB")
 def test_a_graph_keeps_its_private_pool_and_replays_copies() -> None:
     import torch

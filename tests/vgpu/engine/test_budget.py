@@ -103,6 +103,40 @@ def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
 
 
 @full
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_two_engines_in_a_slice(vllm: str, tmp_path: Path) -> None:
+    """The slice is known to NVML alone, whose free memory is the slice's less what the
+    container's processes hold, as HAMi-core's: 1.5 of 4 GiB are left."""
+    results = {
+        utilization: run(
+            "start",
+            {
+                "neighbour": 5 * GIB // 2,
+                "llm": {"gpu_memory_utilization": utilization},
+            },
+            vllm=vllm,
+            device={
+                "memory": "10GiB",
+                "other": "2GiB",
+                "nvml_total": "4GiB",
+                "nvml_own_use": True,
+            },
+            folder=tmp_path,
+        )
+        for utilization in (0.3, 0.45)
+    }
+    if vllm == "official":
+        # A share of the device, not of the slice.
+        peaks = [result["process_peak"] for result in results.values()]
+        assert min(peaks) > 3 * GIB // 2
+        return
+    assert results[0.3]["outcome"] == "started", results
+    assert results[0.3]["process_peak"] <= 3 * GIB // 2
+    assert results[0.45]["outcome"] == "ValueError"
+    assert "Free memory on device" in results[0.45]["error"]
+
+
+@full
 def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
     """It was taken before, and skipped every measurement."""
     limit, kv_cache = 3 * GIB, 3 * GIB - 512 * MIB

@@ -11,7 +11,16 @@ import os
 
 VIRTUAL = "VGPU_RUN" in os.environ and importlib.util.find_spec("vgpu") is not None
 if VIRTUAL:
-    from vgpu.control import kernels, memory, other_process, peak, process_peak, used
+    from vgpu.control import (
+        kernels,
+        memory,
+        other_process,
+        peak,
+        process_peak,
+        process_used,
+        reset_peak,
+        used,
+    )
 
     def watch_peak() -> None:
         """It is counted."""
@@ -24,9 +33,10 @@ else:
     from card import Meter
 
     _meter = Meter()
-    used = _meter.used
+    used = process_used = _meter.used
     watch_peak = _meter.watch
     peak = process_peak = _meter.peak
+    reset_peak = _meter.reset_peak
 
     def kernels() -> None:
         """A GPU does not count them."""

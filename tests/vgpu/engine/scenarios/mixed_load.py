@@ -65,7 +65,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
         arguments["compilation_config"] = sizes | mode
     if case["lora"]:
-        count_on_the_host()
+        start.count_on_the_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     fragmentation = repeat_profiling()
     llm = LLM(
@@ -101,18 +101,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "set_aside": set_aside,
         "runs": runs,
     }
-
-
-def count_on_the_host() -> None:
-    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
-    import torch
-
-    unique = torch.unique
-
-    def counted(tensor: Any, **options: Any) -> Any:
-        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
-
-    torch.unique = counted
 
 
 def repeat_profiling() -> dict[str, int]:

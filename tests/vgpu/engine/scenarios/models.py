@@ -74,6 +74,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     },
+    # The encoder of an image of 2048 tokens takes more than the language model's batch.
+    "vision": COMMON
+    | {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            "model_type": "qwen2_vl",
+            "depth": 2,
+            "embed_dim": 1280,
+            "hidden_size": 512,
+            "num_heads": 16,
+            "mlp_ratio": 4,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "in_channels": 3,
+        },
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "image_token_id": 5,
+        "video_token_id": 6,
+    },
     # Gated DeltaNet layers: 1 MiB of float32 state a sequence, layer and 16 heads.
     "hybrid": COMMON
     | {
@@ -117,7 +140,62 @@ def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    if "vision_config" in MODELS[name]:
+        write_processor(folder)
     return str(folder)
+
+
+def write_processor(folder: Path) -> None:
+    """Write what turns images and a few words into tokens, without a hub."""
+    words = ["<unk>", "<s>", "</s>", "<|vision_start|>", "<|vision_end|>"]
+    words += ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+    sizes = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 2048}
+    patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    special = [
+        {
+            "id": token,
+            "content": word,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token, word in enumerate(words)
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: token for token, word in enumerate(words)},
+            "unk_token": words[0],
+        },
+    }
+    files: dict[str, dict[str, Any]] = {
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2VLProcessor",
+        }
+        | sizes
+        | patches,
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Qwen2VLVideoProcessor"
+        }
+        | sizes
+        | patches,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "processor_class": "Qwen2VLProcessor",
+            "unk_token": words[0],
+            "bos_token": words[1],
+            "eos_token": words[2],
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
 
 
 def write_loras(name: str, folder: Path, count: int, rank: int = 16) -> list[str]:

@@ -5,10 +5,12 @@ The argument is a JSON object; DEFAULTS lists its keys.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +26,20 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # level
     "generate": 0,  # tokens
     "held": 0,  # what another process holds before the start
+    "neighbour": 0,  # what another process of the run (of the container) holds
     "free": 0,  # what another process leaves, if given
     "moved": "",  # what another process takes or releases as a phase begins
     "moved_at": "profile",  # the phase
     "profiles": 1,  # how often memory is profiled
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
+    "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
+    "beside": {},  # the case of an engine that is started first in the process
+    "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
+    # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
+    "flashinfer_tactic": {},
+    "folder": "",  # where the model is written, which compile caches are keyed by
+    "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
@@ -41,6 +51,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
+HELD: list[Any] = []  # tensors and a process that live as long as this one
 PHASES = (
     "init_device",
     "load_model",
@@ -52,6 +63,7 @@ PHASES = (
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    os.environ |= asked.get("environment", {})
     import device
 
     device.watch_peak()
@@ -69,7 +81,7 @@ def main() -> None:
             result["report"] = json.loads(report.read_text())
     result["processor_seconds"] = time.process_time()
     result["peak"] = device.peak()
-    result["process_peak"] = device.process_peak()
+    result["process_peak"] = device.process_peak() - result.get("before", 0)
     if asked.get("moved") and device.VIRTUAL:
         from vgpu import control
 
@@ -78,11 +90,51 @@ def main() -> None:
 
 
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
-    llm = engine(asked, result)
+    """Start what the case asks for; `result` has what the process held "before" the
+    engine, which is not in its "process_peak"."""
+    first = beside(asked, result)
+    try:
+        llm = engine(asked, result)
+    finally:
+        if first:
+            result["lost"] = lost(first)
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
+
+
+def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """The engine that is started first, and the addresses that it holds."""
+    if not asked.get("beside"):
+        return None
+    level = asked.get("asleep", 0)
+    told: dict[str, Any] = {}
+    result["beside"] = told
+    llm = engine({"sleep": level} | asked["beside"], told)
+    if level:
+        llm.sleep(level=level)
+    result["beside"] = copy.deepcopy(told)  # the next start writes there, too
+    return llm, blocks()
+
+
+def blocks() -> dict[int, int]:
+    """Address and size of what PyTorch has allocated."""
+    import torch
+
+    return {
+        block["address"]: block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+
+
+def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
+    """Sizes of what was allocated then and is not any more."""
+    _, then = first
+    now = blocks()
+    return sorted(size for at, size in then.items() if now.get(at) != size)
 
 
 def configure(v2: bool) -> None:
@@ -120,6 +172,11 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
+    if case["model"] == "vision":
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+    if case["neighbour"]:
+        start_neighbour(case["neighbour"])
     if case["held"]:
         device.other_process(case["held"])
     if case["free"]:
@@ -133,24 +190,35 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         inspect_models_here()
     if case["model"] == "hybrid":
         index_chunks_on_host()
+    if case["llm"].get("enable_lora"):
+        count_on_the_host()
+    if case["flashinfer_tactic"]:
+        import tactic
+
+        tactic.add(result, **case["flashinfer_tactic"])
     record_suggestions(result)
     time_phases(seconds)
+    hold(case["tensors"])
+    result["before"] = device.process_used()
+    device.reset_peak()
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(case["folder"] or temporary)
         if case["draft"]:
             arguments["speculative_config"] = {
                 "method": "eagle",
-                "model": models.write("draft", Path(folder, "draft")),
+                "model": models.write("draft", folder / "draft"),
                 "num_speculative_tokens": case["draft"],
             }
         llm = LLM(
-            models.write(case["model"], Path(folder)),
+            models.write(case["model"], folder),
             **(ENGINE | arguments | case["llm"]),
         )
     seconds["engine"] = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
     result |= {
         "blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
         "used": device.used(),
         "reserved": torch.cuda.memory_reserved(),
@@ -158,6 +226,32 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         "memory": llm.collective_rpc(memory)[0] | {"graphs": result.get("graphs", 0)},
     }
     return llm
+
+
+def start_neighbour(size: int) -> None:
+    """Start a process that holds bytes of the device until this one ends."""
+    code = (
+        "import ctypes, sys\n"
+        "cuda, size = ctypes.CDLL('libcuda.so.1'), ctypes.c_size_t(int(sys.argv[1]))\n"
+        "print(cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), size), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "0\n"
+    HELD.append(process)
+
+
+def hold(size: int) -> None:
+    """Allocate tensors."""
+    import torch
+
+    if size:
+        HELD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
@@ -233,6 +327,18 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def count_on_the_host() -> None:
+    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    import torch
+
+    unique = torch.unique
+
+    def counted(tensor: Any, **options: Any) -> Any:
+        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+
+    torch.unique = counted
 
 
 def time_phases(seconds: dict[str, float]) -> None:

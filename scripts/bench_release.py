@@ -1,0 +1,229 @@
+"""Start engines as people do, unpatched beside patched: ours starts wherever the
+release starts within its request, with the KV cache that it has there.
+
+Prints a Markdown table. Every start is a process on a virtual device, forked from one
+that has imported vLLM (tests/vgpu/engine/scenarios). They find warm caches of compiled
+kernels and models: the first start of each kind is thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import bench_start
+from bench_start import MEMORY, MIB, RUNNERS, SCRIPT, outcome, requested
+from series import Base, Problem, command, write_whole
+from virtual import SITES, each_result
+
+DEVICE = bench_start.DEVICE
+MODELS = bench_start.MODELS | {
+    "vision": {"model": "vision"},
+    "LoRA": {"model": "dense", "llm": {"enable_lora": True}},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {"graphs": True},
+    "compiled": {"graphs": True, "compile": True},
+}
+# What else the process has: bytes of tensors, variables of the environment.
+HELD = "512 MiB held"
+EXPANDABLE = "expandable segments"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    HELD: {"tensors": 512 * MIB},
+    EXPANDABLE: {},
+}
+ENVIRONMENT = {EXPANDABLE: {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+# How many bytes fewer of KV cache are allowed: those set aside for fragmentation.
+ALLOWED = 64 * MIB
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="pattern: rows whose name has it")
+    parser.add_argument("--first", type=int, default=50, help="utilization, percent")
+    parser.add_argument("--last", type=int, default=70)
+    parser.add_argument("--step", type=int, default=20)
+    parser.add_argument("--results", type=Path, help="JSON file to write")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    percents = range(args.first, args.last + 1, args.step)
+    starts = [start for start in grid(percents) if re.search(args.only, start.name)]
+    if not starts:
+        raise Problem("--only, --first, --last: no row is left")
+    with ThreadPoolExecutor(len(SITES)) as pool:
+        both = list(pool.map(partial(start_all, base, starts), SITES))
+    rows = [Row(*row) for row in zip(starts, *both, strict=True)]
+    columns = "| starts | peak/requested | KV, MiB | KV tokens " * 2
+    print("| model | runner | mode | beside | utilization " + columns + "|")
+    print("| --- " * 13 + "|")
+    for row in rows:
+        print(row.line())
+    print()
+    for line in verdict(rows):
+        print(line)
+    if args.results:
+        told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
+        write_whole(args.results, json.dumps(told, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Start:
+    model: str
+    runner: str
+    mode: str
+    variant: str
+    percent: int
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.model} {self.runner} {self.mode}"
+        return f"{kind} {self.variant} {self.percent / 100:.2f}".replace("  ", " ")
+
+    def case(self, folder: Path) -> dict[str, Any]:
+        """As scenarios/start.py takes it."""
+        asked = MODELS[self.model]
+        llm = {
+            "gpu_memory_utilization": self.percent / 100,
+            "max_num_seqs": 128,
+            **asked.get("llm", {}),
+        }
+        if self.mode == "graphs":
+            llm["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
+        elif self.mode == "compiled":
+            llm["compilation_config"] = {}  # as released
+        return {
+            **asked,
+            **MODES[self.mode],
+            **VARIANTS[self.variant],
+            "v2": self.runner == "V2",
+            "folder": str(folder / self.model),
+            "llm": llm,
+        }
+
+
+def grid(percents: range) -> Iterator[Start]:
+    for row in product(MODELS, RUNNERS, MODES, VARIANTS, percents):
+        yield Start(*row)
+
+
+def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]]:
+    """The result of each start; see scenarios/start.py."""
+    folder = base.root / "build/bench-release"
+    found: dict[Start, dict[str, Any]] = {}
+    for variables in ({}, *ENVIRONMENT.values()):
+        queue: list[Start] = []
+        warm = set()
+        for start in starts:
+            if ENVIRONMENT.get(start.variant, {}) != variables:
+                continue
+            kind = start.model, start.runner, start.mode == "compiled"
+            if kind not in warm:
+                queue.append(start)  # its result is replaced by that of the next
+                warm.add(kind)
+            queue.append(start)
+        cases = json.dumps([start.case(folder) for start in queue])
+        environment = variables | {"VLLM_CACHE_ROOT": str(folder / site)}
+        results = each_result(base, site, DEVICE, SCRIPT, cases, environment)
+        for result, start in zip(results if queue else (), queue, strict=False):
+            found[start] = result
+            told = f"{site}: {len(found)} of {len(starts)}, {start.name}"
+            print(f"{told}: {outcome(result)}", file=sys.stderr, flush=True)
+    if len(found) != len(starts):
+        raise Problem(f"{site}: {len(found)} of {len(starts)} starts ended.")
+    return [found[start] for start in starts]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A start with each vLLM; for its results see scenarios/start.py."""
+
+    start: Start
+    official: dict[str, Any]
+    envelope: dict[str, Any]
+
+    def of(self, site: str) -> dict[str, Any]:
+        return self.official if site == "official" else self.envelope
+
+    def started(self, site: str) -> bool:
+        return bool(self.of(site)["outcome"] == "started")
+
+    def ratio(self, site: str) -> float:
+        """Peak by requested; what the process held before the start is in neither."""
+        peak = self.of(site).get("process_peak", MEMORY)
+        return float(peak) / requested(self.start.percent)
+
+    @property
+    def fewer(self) -> int:
+        """Bytes of KV cache that the release has and ours has not."""
+        both = self.started("official") and self.started("envelope")
+        return self.official["kv"] - self.envelope["kv"] if both else 0
+
+    def line(self) -> str:
+        start = self.start
+        cells = [start.model, start.runner, start.mode, start.variant]
+        cells.append(f"{start.percent / 100:.2f}")
+        for site in SITES:
+            result = self.of(site)
+            cells += [outcome(result), f"{self.ratio(site):.3f}"]
+            if self.started(site):
+                tokens = result["blocks"] * result["block_size"]
+                cells += [f"{result['kv'] / MIB:.0f}", str(tokens)]
+            else:
+                cells += ["", ""]
+        return f"| {' | '.join(cells)} |"
+
+    def to_change(self) -> str:
+        """What keeps the KV cache that the release has above its request."""
+        if not self.started("envelope"):
+            return f"refused: {self.envelope.get('error', '')[:300]}"
+        more = math.ceil(1000 * self.fewer / MEMORY) / 1000
+        utilization = self.start.percent / 100
+        return (
+            f"{self.fewer / MIB:.0f} MiB of KV cache: --gpu-memory-utilization "
+            f"{utilization + more:.3f} instead of {utilization:.2f}"
+        )
+
+
+def verdict(rows: list[Row]) -> Iterator[str]:
+    """How far each goal is met, and where it is not."""
+    for site in SITES:
+        started = sum(row.started(site) for row in rows)
+        over = sum(row.ratio(site) > 1 for row in rows)
+        yield f"- {site}: {started} of {len(rows)} start; {over} go above their request"
+    within = [r for r in rows if r.started("official") and r.ratio("official") <= 1]
+    goals = {
+        "the release starts within its request, ours does not": [
+            row for row in within if not row.started("envelope")
+        ],
+        "ours has over 64 MiB less of KV cache, the release within its request": [
+            row for row in within if row.fewer > ALLOWED
+        ],
+        "ours is above its request": [r for r in rows if r.ratio("envelope") > 1],
+    }
+    for goal, missed in goals.items():
+        yield f"- {goal}: {len(missed)} (goal: 0)"
+        yield from (f"  - {row.start.name}" for row in missed)
+    exceeds = [r for r in rows if r.started("official") and r.ratio("official") > 1]
+    changes = [r for r in exceeds if not r.started("envelope") or r.fewer > ALLOWED]
+    yield (
+        f"- the release starts above its request: {len(exceeds)}, of which "
+        f"{len(changes)} need a change"
+    )
+    yield from (f"  - {row.start.name}: {row.to_change()}" for row in changes)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,68 @@
+"""What make bench-release counts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from conftest import SCRIPTS
+
+sys.path.insert(0, str(SCRIPTS))
+
+from bench_release import Row, Start, grid, verdict
+from bench_start import MEMORY, MIB
+
+HALF = MEMORY // 2
+
+
+def started(kv: int, peak: int = HALF) -> dict[str, Any]:
+    return {
+        "outcome": "started",
+        "kv": kv,
+        "process_peak": peak,
+        "blocks": 10,
+        "block_size": 16,
+    }
+
+
+REFUSED = {"outcome": "ValueError", "error": "too little", "process_peak": 0}
+
+
+@pytest.mark.parametrize(
+    ("official", "ours", "counts"),
+    [
+        (started(500 * MIB), started(436 * MIB), [0, 0, 0, 0]),
+        (started(500 * MIB), started(435 * MIB), [0, 1, 0, 0]),
+        (started(500 * MIB), REFUSED, [1, 0, 0, 0]),
+        (started(500 * MIB), started(500 * MIB, HALF + 1), [0, 0, 1, 0]),
+        (started(500 * MIB, HALF + 1), started(500 * MIB), [0, 0, 0, 1]),
+        (started(500 * MIB, HALF + 1), started(0), [0, 0, 0, 1]),
+        (started(500 * MIB, HALF + 1), REFUSED, [0, 0, 0, 1]),
+        (REFUSED, REFUSED, [0, 0, 0, 0]),
+    ],
+)
+def test_goals(
+    official: dict[str, Any], ours: dict[str, Any], counts: list[int]
+) -> None:
+    row = Row(Start("dense", "V1", "eager", "", 50), official, ours)
+    lines = list(verdict([row]))
+    told = [line for line in lines if ": 1" in line or ": 0" in line]
+    goals = [int(line.split(": ")[1].split()[0].strip(",")) for line in told[-4:]]
+    assert goals == counts, lines
+
+
+def test_what_keeps_the_kv_cache_that_the_release_has() -> None:
+    start = Start("dense", "V1", "eager", "", 50)
+    row = Row(start, started(500 * MIB, HALF + 1), started(372 * MIB))
+    assert row.to_change() == (
+        "128 MiB of KV cache: --gpu-memory-utilization 0.550 instead of 0.50"
+    )
+
+
+def test_each_row_has_a_name() -> None:
+    starts = list(grid(range(50, 71, 20)))
+    names = {start.name for start in starts}
+    assert len(names) == len(starts)
+    assert "LoRA V2 compiled expandable segments 0.70" in names
+    assert "dense V1 eager 0.50" in names
