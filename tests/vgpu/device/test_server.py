@@ -94,11 +94,12 @@ def test_the_status_is_that_of_the_command(
 def test_a_late_command_ends_with_what_it_started(
     server: Server, tmp_path: Path
 ) -> None:
-    script = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-        "\nprint(child.pid, flush=True)\ntime.sleep(60)\n"
-    )
+    script = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
     with pytest.raises(TimeoutError, match="no end after 2 s"):
         run(server, script, tmp_path, timeout=2)
     child = Path("/proc", (tmp_path / "out").read_text().strip(), "stat")

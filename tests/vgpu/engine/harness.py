@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import caches as caches_of_runs
+from starts import IMPORTED
 
 from vgpu import config, launch
 from vgpu.server import Server
@@ -26,25 +27,8 @@ HOOKS = Path(__file__).with_name("hooks.toml").read_text()
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"
-# What engines import; the rest takes little time. FlashInfer asks the device when it is
-# imported: a fork is without, as if it were not installed.
-IMPORTS = (
-    "-flashinfer",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.gpu_worker",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.v1.worker.gpu_model_runner",
-    "vllm.model_executor.warmup.kernel_warmup",
-    "vllm.model_executor.model_loader",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.llama_eagle",
-    "vllm.model_executor.models.qwen3_moe",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "cutlass",
-    "tilelang",
-)
+# Without FlashInfer, which asks the device when it is imported.
+IMPORTS = ("-flashinfer", *IMPORTED, "cutlass", "tilelang")
 
 
 def run(
