@@ -115,6 +115,10 @@ def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if level:
         llm.sleep(level=level)
     result["beside"] = copy.deepcopy(told)  # the next start writes there, too
+    import torch
+
+    # Addresses come again, so what is freed has to be recorded.
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 20)
     return llm, blocks()
 
 
@@ -131,10 +135,13 @@ def blocks() -> dict[int, int]:
 
 
 def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
-    """Sizes of what was allocated then and is not any more."""
+    """Sizes of what was allocated then and has been freed since."""
+    import torch
+
     _, then = first
-    now = blocks()
-    return sorted(size for at, size in then.items() if now.get(at) != size)
+    (trace,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    freed = {e["addr"] for e in trace if e["action"] == "free_completed"}
+    return sorted(size for at, size in then.items() if at in freed)
 
 
 def configure(v2: bool) -> None:
