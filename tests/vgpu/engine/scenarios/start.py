@@ -82,7 +82,7 @@ def main() -> None:
     result["processor_seconds"] = time.process_time()
     result["peak"] = device.peak()
     result["process_peak"] = device.process_peak() - result.get("before", 0)
-    if asked.get("moved") and device.VIRTUAL:
+    if (asked.get("moved") or asked.get("held")) and device.VIRTUAL:
         from vgpu import control
 
         control.other_process(-control.other())  # or the next start has less
