@@ -32,6 +32,7 @@ def fills(v2: bool, phase: str) -> dict[str, Any]:
     return case(v2) | {"moved": "2560MiB", "moved_at": phase}
 
 
+EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # What is started, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the budget": (
@@ -44,7 +45,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         case(True, 9), "profile_graphs", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
-        case(True, 9, enforce_eager=True, compilation_config={}),
+        case(True, 9, fragmentation_buffer_bytes=64 << 20, **EAGER),
         "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "load on a full device": (
