@@ -1,9 +1,10 @@
 """Random programs of allocations in the sleep-mode pool, and in a plain MemPool.
 
 The argument is a JSON object: "programs", "seed", and "named", the programs of NAMED to
-run beside them. Each runs twice, on a device of a size of its own: in use_memory_pool(),
+run beside them. Each runs twice, on a device of its own size: in use_memory_pool(),
 with what vLLM does between modules while loading, and in torch.cuda.use_mem_pool()
-without. A program is killed if it fails in the first alone, saved if in the second alone.
+without. A program is killed if it fails in the first alone, saved if in the second
+alone; those killed run without any pool too, as without sleep mode.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ NAMED = {"stranding": stranding, "limited": limited}
 
 
 def draw(number: random.Random) -> Program:
-    palette = [number.randint(1, 64 * 8) * MIB // 8 for _ in range(number.randint(1, 5))]
+    palette = [
+        number.randint(1, 64 * 8) * MIB // 8 for _ in range(number.randint(1, 5))
+    ]
     program = Program(0)
     live: dict[str, int] = {}
     peak = 0
@@ -91,7 +94,9 @@ def draw(number: random.Random) -> Program:
     whole = number.random() < 0.5
     for module in range(number.randint(2, 4)):
         if number.random() < 0.5:
-            palette[number.randrange(len(palette))] = number.randint(1, 64 * 8) * MIB // 8
+            palette[number.randrange(len(palette))] = (
+                number.randint(1, 64 * 8) * MIB // 8
+            )
         pieces: list[str] = []
         weights = 0
         for i in range(number.randint(4, 24)):
@@ -141,7 +146,7 @@ def main() -> None:
             yield
         del pool
 
-    def lives(program: Program, ours: bool) -> bool:
+    def lives(program: Program, pool: contextlib.AbstractContextManager[Any]) -> bool:
         assert control.used() == control.other()
         control.other_process(MEMORY - program.memory - control.other())
         total = torch.cuda.mem_get_info()[1]
@@ -151,15 +156,14 @@ def main() -> None:
         try:
             for name, size in program.outside:
                 tensors[name] = empty(size)
-            with allocator.use_memory_pool("weights") if ours else plain_pool():
+            with pool:
                 released = program.released
                 tensors["small"] = empty(1024)
                 for name, size in program.steps:
                     if not name:
                         control.other_process(-released)
                         released = 0
-                        if ours:
-                            between_modules(2 * size)
+                        between_modules(2 * size)
                     elif size:
                         tensors[name] = empty(size)
                     else:
@@ -175,8 +179,8 @@ def main() -> None:
 
     def outcome(program: Program) -> str:
         results = []
-        for ours in (True, False):
-            results.append(lives(program, ours))
+        for pool in (allocator.use_memory_pool("weights"), plain_pool()):
+            results.append(lives(program, pool))
             torch.cuda.set_per_process_memory_fraction(1.0)
             gc.collect(0)
             torch.cuda.empty_cache()
@@ -190,13 +194,21 @@ def main() -> None:
     gc.freeze()
     counts = dict.fromkeys(("lived", "saved", "killed", "died"), 0)
     number = random.Random(case["seed"])
+    alone = 0
     for i in range(case["programs"]):
         program = draw(number)
         counts[result := outcome(program)] += 1
         if result == "killed":
             print(f"program {i}: {program}", flush=True)
+            alone += not lives(program, contextlib.nullcontext())
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.empty_cache()
     named = {name: outcome(NAMED[name]()) for name in case["named"]}
-    print("RESULT " + json.dumps(counts | {"named": named}), flush=True)
+    print(
+        "RESULT "
+        + json.dumps(counts | {"killed without a pool": alone, "named": named}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

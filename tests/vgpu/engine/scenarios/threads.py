@@ -1,7 +1,7 @@
 """Two threads: one enters and leaves sleep-mode pools, one empties PyTorch's cache.
 
 The argument is a JSON object: "rounds", and "seconds", after which it hangs. What waits
-for a lock for ever cannot say so: the first line stands when the alarm ends the process.
+for a lock for ever cannot say so: the first line stands when the alarm ends it all.
 """
 
 from __future__ import annotations
