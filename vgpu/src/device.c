@@ -1,8 +1,8 @@
 // Devices, contexts, properties, versions, errors.
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include <strings.h>
+#include <unistd.h>
 
 #include "vgpu.h"
 
