@@ -59,9 +59,9 @@ class Allocator(RuleBasedStateMachine):
     @precondition(lambda self: self.pool is None)
     @rule(tag=st.sampled_from(TAGS))
     def enter_pool(self, tag: str) -> None:
-        self.pool = contextlib.ExitStack()
-        self.pool.enter_context(self.allocator.use_memory_pool(tag))
-        self.tag = tag
+        with failures_allowed(), contextlib.ExitStack() as pool:
+            pool.enter_context(self.allocator.use_memory_pool(tag))
+            self.pool, self.tag = pool.pop_all(), tag
 
     @precondition(lambda self: self.pool is not None)
     @rule()
