@@ -176,6 +176,7 @@ RUN_KEYS = (
     "strict",
     "trace",
     "driver_version",
+    "synchronize_us",
     "timeline",
     "report",
     "nvml",
@@ -257,7 +258,7 @@ class Configuration:
     def lines(self) -> str:
         """The text the library reads: lines "key value"."""
         out = [f"devices {len(self.devices)}"]
-        for key in ("strict", "trace", "driver_version"):
+        for key in ("strict", "trace", "driver_version", "synchronize_us"):
             out.append(f"{key} {int(self.run[key])}")
         for key in ("timeline", "report"):
             if self.run.get(key):
@@ -432,6 +433,7 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         "driver_version": _integer(
             values.get("driver_version", 13000), "driver_version"
         ),
+        "synchronize_us": _integer(values.get("synchronize_us", 0), "synchronize_us"),
         "nvml_absent": nvml == "absent",
         # The first that matches counts.
         "nvml_error": _nvml_errors(own_errors) + profile_errors,

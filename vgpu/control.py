@@ -45,6 +45,7 @@ def _library() -> ctypes.CDLL:
         "vgpu_other": (number, [number, size, unsigned, text]),
         "vgpu_devices": (number, []),
         "vgpu_kernels": (unsigned, []),
+        "vgpu_pinned": (size, [number]),
         "vgpu_calls": (size, [text]),
     }
     for name, (result, arguments) in signatures.items():
@@ -100,6 +101,17 @@ def other(device: int = 0) -> int:
 def allocations(device: int = 0) -> int:
     """Allocations of device memory so far, by every process of the run."""
     return _bytes(device, _ALLOCATIONS)
+
+
+def pinned() -> int:
+    """Bytes of host memory that this process has pinned: allocated as such, or
+    registered, in whole pages."""
+    return int(_library().vgpu_pinned(0))
+
+
+def pinned_peak() -> int:
+    """The largest `pinned` since the start or `reset_peak`."""
+    return int(_library().vgpu_pinned(1))
 
 
 def kernels() -> int:

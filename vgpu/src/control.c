@@ -122,6 +122,24 @@ EXPORT int vgpu_other(int device, int64_t bytes, uint64_t at_allocation,
   return result;
 }
 
+// ---- pinned host memory
+
+void pin(int64_t bytes) {
+  state_lock();
+  self->pinned += bytes;
+  self->pinned_peak = MAX(self->pinned_peak, self->pinned);
+  state_unlock();
+}
+
+// What: 0 pinned by this process, 1 its peak.
+EXPORT int64_t vgpu_pinned(int what) {
+  if (!state_init() || !self) return -1;
+  state_lock();
+  uint64_t bytes = what ? self->pinned_peak : self->pinned;
+  state_unlock();
+  return (int64_t)bytes;
+}
+
 // ---- phases
 
 static int phase_find(const char* name) {
@@ -213,7 +231,10 @@ EXPORT int vgpu_reset_peak(int device) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   state_lock();
   shared->device[device].peak = used_now(device);
-  if (self) self->peak[device] = self->used[device];
+  if (self) {
+    self->peak[device] = self->used[device];
+    self->pinned_peak = self->pinned;
+  }
   state_unlock();
   return 0;
 }

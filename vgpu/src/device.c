@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #include "vgpu.h"
 
@@ -106,9 +107,14 @@ EXPORT cudaError_t cudaSetDevice(int ordinal) {
   RT(error);
 }
 
+CUresult device_wait(void) {
+  if (config.synchronize_us) usleep((unsigned)config.synchronize_us);
+  return unsafe_call();
+}
+
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
   RT_ENTER(0);
-  RT(unsafe_call());
+  RT(device_wait());
 }
 
 EXPORT cudaError_t cudaDriverGetVersion(int* version) {
@@ -561,7 +567,7 @@ EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
 
 EXPORT CUresult cuCtxSynchronize(void) {
   DRV_ENTER(0);
-  return unsafe_call();
+  return device_wait();
 }
 
 EXPORT CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {

@@ -443,6 +443,12 @@ typedef struct {
 } HostBlock;
 static Ranges host_blocks;
 
+// The bytes of the pages that a range touches: what pinning it locks.
+static uint64_t pages(const void* address, uint64_t size) {
+  uint64_t start = (uint64_t)address / PAGE * PAGE;
+  return round_up((uint64_t)address + size, PAGE) - start;
+}
+
 static CUresult host_allocate(void** address, uint64_t size, int kind,
                               const char* cause) {
   *address = NULL;
@@ -463,6 +469,7 @@ static CUresult host_allocate(void** address, uint64_t size, int kind,
   HostBlock* block = malloc(sizeof *block);
   if (!block) abort();
   *block = (HostBlock){bytes, device, kind, charged};
+  if (kind == PINNED) pin((int64_t)bytes);
   pthread_mutex_lock(&memory_lock);
   ranges_add(&host_blocks, (uint64_t)*address, bytes, block);
   pthread_mutex_unlock(&memory_lock);
@@ -481,6 +488,7 @@ static CUresult host_release(void* address, bool registered, const char* cause) 
     return registered ? (CUresult)cudaErrorHostMemoryNotRegistered
                       : CUDA_ERROR_INVALID_VALUE;
   if (!registered) munmap(address, block->size);
+  if (block->kind != MANAGED) pin(-(int64_t)pages(address, block->size));
   if (block->charged) charge(block->device, -(int64_t)block->size, cause);
   free(block);
   return CUDA_SUCCESS;
@@ -528,7 +536,10 @@ static CUresult host_register(void* address, size_t size) {
   bool taken = ranges_overlap(&host_blocks, (uint64_t)address, size);
   if (!taken) ranges_add(&host_blocks, (uint64_t)address, size, block);
   pthread_mutex_unlock(&memory_lock);
-  if (taken) free(block);
+  if (taken)
+    free(block);
+  else
+    pin((int64_t)pages(address, size));
   return taken ? CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED : CUDA_SUCCESS;
 }
 

@@ -139,6 +139,7 @@ static bool read_config(void) {
   config.strict = number("strict");
   config.trace = number("trace");
   config.driver_version = (int)number("driver_version");
+  config.synchronize_us = (int)number("synchronize_us");
   text("timeline", config.timeline, sizeof config.timeline);
   text("report", config.report, sizeof config.report);
   for (int i = 0; i < config.devices; i++) read_device(i, &config.device[i]);

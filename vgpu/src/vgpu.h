@@ -70,6 +70,7 @@ typedef struct {
   DeviceConfig device[MAX_DEVICES];
   bool strict, trace;
   int driver_version;
+  int synchronize_us;  // what waiting for the device takes
   char timeline[1024], report[1024];
   int nvml_errors;
   NvmlError nvml_error[64];
@@ -110,6 +111,7 @@ typedef struct {
   pid_t pid;  // 0: free
   uint64_t used[MAX_DEVICES], peak[MAX_DEVICES];
   uint64_t phase_peak[MAX_PHASES][MAX_DEVICES];
+  uint64_t pinned, pinned_peak;  // bytes of host memory
   uint64_t kernels, graph_launches;
   uint32_t fired[MAX_RULES];
   uint32_t calls[MAX_CALLS];
@@ -164,6 +166,7 @@ void report_write(Process* process);
 
 int injected(const char* call, int device, uint64_t size);
 void moves_at_allocation(int device);
+void pin(int64_t bytes);
 
 // ---- ranges.c: address ranges in a balanced tree, every operation O(log n)
 
@@ -245,6 +248,7 @@ CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
 int current_ordinal(void);
 int current_device(void);  // configured index
 CUresult context_make(int ordinal);
+CUresult device_wait(void);
 void sticky_error(int error);
 
 #define RT_ENTER(size)                                    \

@@ -94,6 +94,40 @@ def test_the_nth_call_and_calls_over_a_size_fail() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
+def test_pinned_host_memory_is_counted_in_pages() -> None:
+    import mmap
+    from ctypes import addressof, byref, c_char, c_size_t, c_uint, c_void_p
+
+    from vgpu import control
+
+    gpu = Cuda()
+    page = mmap.PAGESIZE
+    a = c_void_p()
+    assert gpu.call("cudaHostAlloc", byref(a), c_size_t(page + 1), c_uint(0)) == OK
+    assert control.pinned() == 2 * page
+    memory = mmap.mmap(-1, 4 * page)
+    start = addressof(c_char.from_buffer(memory))
+    inside = c_void_p(start + page // 2)
+    assert gpu.call("cudaHostRegister", inside, c_size_t(page), c_uint(0)) == OK
+    assert control.pinned() == 4 * page
+    assert gpu.call("cudaHostUnregister", inside) == OK
+    assert gpu.call("cudaFreeHost", a) == OK
+    assert (control.pinned(), control.pinned_peak()) == (0, 4 * page)
+    control.reset_peak()
+    assert control.pinned_peak() == 0
+
+
+@pytest.mark.vgpu(memory="1GiB", synchronize_us=200000)
+def test_waiting_for_the_device_takes_the_time_configured() -> None:
+    gpu = Cuda()
+    gpu.info()
+    for call in ("cudaDeviceSynchronize", "cuCtxSynchronize"):
+        start = time.monotonic()
+        assert gpu.call(call) == OK
+        assert time.monotonic() - start >= 0.2
+
+
+@pytest.mark.vgpu(memory="1GiB")
 def test_another_process_takes_and_gives() -> None:
     from vgpu import control
 

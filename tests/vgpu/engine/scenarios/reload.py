@@ -1,14 +1,14 @@
-"""Sleep at level 2, wake up and reload the weights, many times, over swept pools.
+"""Sleep, wake up by tags and update the weights, many times: reinforcement learning.
 
-The argument is a JSON object: "rounds", and "sweep", whether the pool is swept before
-each module's conversion instead of under pressure only.
+The argument is a JSON object: "rounds", "level" of sleep, and "v2", the model runner.
+The first round is on a device with memory to spare; then another process leaves 5 %
+of what was used at most.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,13 +17,10 @@ from typing import Any
 
 def main() -> None:
     case = json.loads(sys.argv[1])
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     import models
+    import start
+
+    start.configure(case["v2"])
     import torch
     from safetensors.torch import save_file
     from vllm import LLM
@@ -31,14 +28,14 @@ def main() -> None:
 
     from vgpu import control
 
-    if case["sweep"]:
-        sweep_always()
     with tempfile.TemporaryDirectory() as folder:
-        path = models.write("dense", Path(folder))
-        weights = checkpoint(models.MODELS["dense"])
-        save_file(weights, Path(folder) / "model.safetensors")
+        versions = [Path(folder) / name for name in ("even", "odd")]
+        for seed, version in enumerate(versions):
+            models.write("dense", version)
+            weights = checkpoint(models.MODELS["dense"], seed)
+            save_file(weights, version / "model.safetensors")
         llm = LLM(
-            path,
+            str(versions[0]),
             skip_tokenizer_init=True,
             enable_sleep_mode=True,
             enforce_eager=True,
@@ -51,25 +48,31 @@ def main() -> None:
         allocator = get_mem_allocator_instance()
         gc.freeze()  # sleep() and wake_up() collect garbage; not all of vLLM each time
         rounds = []
-        for _ in range(case["rounds"]):
-            llm.sleep(level=2)
-            asleep = control.used()
+        control.reset_peak()
+        for i in range(case["rounds"]):
+            llm.sleep(level=case["level"])
+            asleep = control.used() - control.other()
             llm.wake_up(tags=["weights"])
-            llm.collective_rpc("reload_weights")
+            path = str(versions[i % 2])
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             llm.wake_up(tags=["kv_cache"])
             rounds.append(
                 {
                     "asleep": asleep,
-                    "awake": control.used(),
+                    "awake": control.used() - control.other(),
                     "reserved": torch.cuda.memory_reserved(),
                     "records": len(allocator.pointer_to_data),
                     "recorded": allocator.get_current_usage(),
+                    "pinned": control.pinned(),
                 }
             )
-    (embedding,) = llm.collective_rpc(first_row)
+            if i == 0:
+                control.other_process(control.memory() - control.peak() * 105 // 100)
+        (embedding,) = llm.collective_rpc(first_row)
+        last = checkpoint(models.MODELS["dense"], (case["rounds"] - 1) % 2)
     result = {
         "rounds": rounds,
-        "reloaded": embedding == weights["model.embed_tokens.weight"][0].tolist(),
+        "reloaded": embedding == last["model.embed_tokens.weight"][0].tolist(),
     }
     print("RESULT " + json.dumps(result), flush=True)
 
@@ -78,19 +81,7 @@ def first_row(worker: Any) -> Any:
     return worker.get_model().model.embed_tokens.weight[0].cpu().tolist()
 
 
-def sweep_always() -> None:
-    from vllm import device_allocator
-    from vllm.model_executor.model_loader import utils
-
-    def sweep(needed_bytes: int) -> None:
-        pool = device_allocator.live_pool.get()
-        assert pool is not None
-        pool.sweep()
-
-    utils.sweep_pool_under_pressure = sweep
-
-
-def checkpoint(config: dict[str, Any]) -> dict[str, Any]:
+def checkpoint(config: dict[str, Any], seed: int) -> dict[str, Any]:
     import torch
 
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -113,7 +104,7 @@ def checkpoint(config: dict[str, Any]) -> dict[str, Any]:
                 hidden,
             )
         shapes[f"{layer}mlp.down_proj.weight"] = (hidden, config["intermediate_size"])
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return {name: torch.randn(s, dtype=torch.bfloat16) for name, s in shapes.items()}
 
 
