@@ -91,7 +91,7 @@ def said(counts: Counter[str]) -> str:
 
 
 def minutes(seconds: float) -> str:
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return "{} min {} s".format(*divmod(round(seconds), 60))
 
 
 if __name__ == "__main__":

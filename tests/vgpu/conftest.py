@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT / "tests/vgpu/engine/scenarios", ROOT / "scripts", ROOT):
+ENGINE = ROOT / "tests/vgpu/engine"
+for folder in (ENGINE / "scenarios", ENGINE, ROOT / "scripts", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

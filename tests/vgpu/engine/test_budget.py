@@ -34,7 +34,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
         "",
     ),
     "slice that only NVML knows, beside a co-tenant": (
-        {"memory": "8GiB", "nvml_total": "3GiB", "other": "4GiB"} | CONTEXT,
+        # As HAMi-core's NVML tells it: others' memory is not the container's.
+        {"memory": "8GiB", "nvml_total": "3GiB", "nvml_own_use": True, "other": "4GiB"}
+        | CONTEXT,
         {"llm": {"gpu_memory_utilization": 0.8}},
         3 * GIB,
         "is less than desired GPU memory utilization (0.8, 6.4 GiB)",

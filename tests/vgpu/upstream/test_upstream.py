@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-import caches
+import harness
 import pytest
+
+from vgpu import config
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = version("vllm")
-SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SOURCE = tomllib.loads((ROOT / f"patches/v{BASE}/base.toml").read_text())
 TREE = ROOT / SOURCE.get("tree", "vllm")
 COMMITS = {"official": "refs/envelope/base", "envelope": "HEAD"}
@@ -42,20 +41,22 @@ def unpack_tests(vllm: str, folder: Path) -> None:
 def test_outcomes(file: str, vllm: str, tmp_path: Path) -> None:
     unpack_tests(vllm, tmp_path)
     report = tmp_path / "report.xml"
-    paths = [SITES[vllm], str(ROOT), str(tmp_path / "tests/vllm_test_utils")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     skipped = [f"--deselect={file}::{name}" for name in EXPECTED["needs_network"]]
-    done = subprocess.run(
-        [sys.executable, "-m", "vgpu", "--memory", "16GiB", "--",
-         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         f"--junitxml={report}", *skipped, file],
-        cwd=tmp_path,
-        env=caches.environment(environment, tmp_path / "caches"),
-        capture_output=True,
-        text=True,
+    out, error = tmp_path / "out", tmp_path / "error"
+    environment = harness.environment_of(vllm, tmp_path / "caches")
+    harness.server(vllm).run(
+        config.load(memory="16GiB"),
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider",
+         "-o", "pythonpath=tests/vllm_test_utils", f"--junitxml={report}",
+         *skipped, file],
+        folder=tmp_path,
+        environment=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        out=out,
+        error=error,
         timeout=540,
     )  # fmt: skip
-    assert report.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
+    said = "".join(file.read_text(errors="replace")[-6000:] for file in (out, error))
+    assert report.is_file(), said
     failed, passed = set(), set()
     for case in ElementTree.parse(report).iter("testcase"):
         name = case.get("name", "").partition("[")[0]
@@ -66,5 +67,5 @@ def test_outcomes(file: str, vllm: str, tmp_path: Path) -> None:
             passed.add(name)
     assert passed
     expected = EXPECTED["needs_arithmetic"].keys() & (failed | passed)
-    assert failed == expected, done.stdout[-6000:]
+    assert failed == expected, said
     shutil.rmtree(tmp_path / "tests")
