@@ -153,6 +153,8 @@ def _become(
         os.environ.clear()
         os.environ.update(added | order["environment"] | changed)
         os.chdir(order["folder"])
+        # To thaw would thaw what was imported, which each collection then visits.
+        gc.freeze = gc.unfreeze = lambda: None
         command = order["command"]
         if command[0] == "-m":
             sys.argv = command[1:]
