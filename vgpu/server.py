@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
