@@ -23,6 +23,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,11 +53,12 @@ class Server:
         environment: Mapping[str, str],
         configuration: Configuration,
     ) -> None:
-        self._device = launch.device(configuration, environment)
-        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._resources = ExitStack()
+        enter = self._resources.enter_context
+        self._log = enter(tempfile.TemporaryFile("w+", errors="replace"))
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "vgpu.server", *imports],
-            env=self._device.__enter__(),
+            env=enter(launch.device(configuration, environment)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -113,8 +115,7 @@ class Server:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._device.__exit__(None, None, None)
-        self._log.close()
+        self._resources.close()
 
     def _read(self, timeout: float | None) -> str:
         pipe = self._process.stdout
