@@ -54,11 +54,14 @@ class Server:
         configuration: Configuration,
     ) -> None:
         self._resources = ExitStack()
-        enter = self._resources.enter_context
-        self._log = enter(tempfile.TemporaryFile("w+", errors="replace"))
+        self._log = self._resources.enter_context(
+            tempfile.TemporaryFile("w+", errors="replace")
+        )
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "vgpu.server", *imports],
-            env=enter(launch.device(configuration, environment)),
+            env=self._resources.enter_context(
+                launch.device(configuration, environment)
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
