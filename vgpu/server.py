@@ -54,9 +54,8 @@ class Server:
         configuration: Configuration,
     ) -> None:
         self._resources = ExitStack()
-        self._log = self._resources.enter_context(
-            tempfile.TemporaryFile("w+", errors="replace")
-        )
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._log = self._resources.enter_context(log)
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "vgpu.server", *imports],
             env=self._resources.enter_context(
