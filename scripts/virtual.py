@@ -39,18 +39,8 @@ def results(
     environment: Mapping[str, str] | None = None,
     config: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """All of `each_result`.
-
-    Raises:
-        Problem: there are none; shows what the script wrote.
-    """
-    errors: list[str] = []
-    found = list(
-        each_result(base, site, device, script, argument, environment, config, errors)
-    )
-    if not found:
-        raise Problem(f"{script.name}, {site}: no result.\n{''.join(errors)[-2000:]}")
-    return found
+    """All of `each_result`."""
+    return list(each_result(base, site, device, script, argument, environment, config))
 
 
 def each_result(
@@ -61,13 +51,14 @@ def each_result(
     argument: str,
     environment: Mapping[str, str] | None = None,
     config: Path | None = None,
-    errors: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What a script prints after "RESULT ", a JSON object a line, as it comes.
 
     `site` is one of SITES. `config` is a TOML file with more of the device. The script
-    starts cold: no result of an earlier run is there. `errors` gets what it writes to
-    stderr, when it ends.
+    starts cold: no result of an earlier run is there.
+
+    Raises:
+        Problem: there were none; shows what the script wrote.
     """
     python, ours = environment_of(base)
     # Scenarios have the kernels' shelf beside them.
@@ -91,9 +82,12 @@ def each_result(
             text=True,
         ) as process:
             assert process.stdout
+            none = True
             for line in process.stdout:
                 if line.startswith("RESULT "):
+                    none = False
                     yield json.loads(line.removeprefix("RESULT "))
-        log.seek(0)
-        if errors is not None:
-            errors.append(log.read())
+        if none:
+            log.seek(0)
+            said = log.read()[-2000:]
+            raise Problem(f"{script.name}, {site}: no result.\n{said}")
