@@ -296,14 +296,19 @@ def test_math_handles_and_modules_cost_what_is_configured() -> None:
     assert gpu.used() == 0
 
 
-@pytest.mark.vgpu(memory="1GiB", graph="1MiB", first_graph="64MiB")
-def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
-    gpu = Cuda()
+def graph_of_a_fill(gpu: Cuda) -> c_void_p:
+    """A captured fill; its memory is one allocation of G bytes."""
     stream = gpu.stream()
     _, address = gpu.malloc(G)
     gpu.begin(stream)
     gpu.fill_async(address, 1, 8, stream)
-    _, graph = gpu.end(stream)
+    return gpu.end(stream)[1]
+
+
+@pytest.mark.vgpu(memory="1GiB", graph="1MiB", first_graph="64MiB")
+def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
+    gpu = Cuda()
+    graph = graph_of_a_fill(gpu)
     before = gpu.used()
     first, second = (
         gpu.new("cudaGraphInstantiateWithFlags", graph, c_uint64(0)) for _ in range(2)
@@ -317,11 +322,7 @@ def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
 @pytest.mark.vgpu(memory="128MiB", first_graph="128MiB")
 def test_a_first_graph_that_does_not_fit_is_refused() -> None:
     gpu = Cuda()
-    stream = gpu.stream()
-    _, address = gpu.malloc(G)
-    gpu.begin(stream)
-    gpu.fill_async(address, 1, 8, stream)
-    _, graph = gpu.end(stream)
+    graph = graph_of_a_fill(gpu)
     executable = c_void_p()
     for _ in range(2):
         assert (
