@@ -56,10 +56,13 @@ class Server:
         self._resources = ExitStack()
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._log = self._resources.enter_context(log)
+        # torch.cuda.is_available() may be asked by an import, and must not initialize
+        # the driver, which a forked process cannot use then.
+        settings = {**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "vgpu.server", *imports],
             env=self._resources.enter_context(
-                launch.device(configuration, environment)
+                launch.device(configuration, settings)
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

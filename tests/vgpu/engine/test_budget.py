@@ -33,6 +33,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
         3 * GIB,
         "",
     ),
+    # As in most containers: NVML does not know the process.
+    "limit, process unknown, a co-tenant that takes 2 GiB": (
+        {"memory": "8GiB", "other": "1GiB"} | CONTEXT,
+        {
+            "moved": "2GiB",
+            "moved_at": "connect",
+            "llm": {"gpu_memory_limit_bytes": 3 * GIB},
+        },
+        3 * GIB,
+        "",
+    ),
+    "limit, process unknown, a co-tenant that releases 1 GiB": (
+        {"memory": "8GiB", "other": "1GiB"} | CONTEXT,
+        {
+            "moved": "-1GiB",
+            "moved_at": "connect",
+            "llm": {"gpu_memory_limit_bytes": 3 * GIB},
+        },
+        3 * GIB,
+        "",
+    ),
     "slice that only NVML knows, beside a co-tenant": (
         # As HAMi-core's NVML tells it: others' memory is not the container's.
         {"memory": "8GiB", "nvml_total": "3GiB", "nvml_own_use": True, "other": "4GiB"}
@@ -54,10 +75,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
         "Error in memory profiling. Initial free memory",
     ),
 }
-REFUSED = "".join(
-    f'[[inject]]\ncall = "{call}"\nerror = "NoPermission"\ntimes = 1000\n'
-    for call in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses")
-)
+PROCESSES = "nvmlDeviceGetComputeRunningProcesses"
+REFUSED = {"process unknown": [PROCESSES]}
+REFUSED["NVML refused"] = ["nvmlDeviceGetMemoryInfo", PROCESSES]
 
 
 def cases(*topics: str) -> pytest.MarkDecorator:
@@ -68,17 +88,25 @@ def cases(*topics: str) -> pytest.MarkDecorator:
 
 def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
     device, case, *_ = CASES[name]
+    refused = [call for how in REFUSED if how in name for call in REFUSED[how]]
     return run(
         "start",
         case | {"llm": llm},
         vllm=vllm,
         device=device,
-        hooks=REFUSED if "refused" in name else "",
+        hooks="".join(
+            f'[[inject]]\ncall = "{call}"\nerror = "NoPermission"\ntimes = 1000\n'
+            for call in refused
+        ),
         folder=folder,
     )
 
 
-@cases("limit beside a co-tenant", "co-tenant that releases")
+@cases(
+    "limit beside a co-tenant",
+    "limit, process unknown, a co-tenant that takes 2 GiB",
+    "co-tenant that releases",
+)
 def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
     _, case, share, _ = CASES[name]
     # The limit alone decides.

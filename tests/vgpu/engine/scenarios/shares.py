@@ -1,7 +1,7 @@
 """What vLLM makes of the memory of each device: total, free, request, consumption.
 
 The argument is a JSON object: "cases", for each device of the run its utilization
-and, if any, its limit, what another process holds and what it moves during the load;
+and, if any, its limit, what another process moves during the load;
 "platform" names vLLM's platform class where vLLM would find none.
 """
 
@@ -46,7 +46,7 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from device import other_process
     from vllm.config import CacheConfig
-    from vllm.platforms import current_platform
+    from vllm.utils import mem_utils
     from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
     from vllm.v1.worker.utils import request_memory
 
@@ -55,9 +55,11 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
     before: dict[str, Any] = {}
     if case.get("limit"):
         limit = {"gpu_memory_limit_bytes": case["limit"]}
-        before = {"reports_before_init": current_platform.get_memory_reports(device)}
-    if case.get("held"):
-        other_process(case["held"], device)
+        seen = mem_utils.MemoryOutsideTorch(device)
+        with seen.taken_by("CUDA"):
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize(device)
+        before = {"outside_torch": seen.bytes}
     torch.cuda.set_device(device)
     held = torch.empty(HELD, dtype=torch.uint8, device=device)
     try:

@@ -384,11 +384,14 @@ def memory(worker: Any) -> dict[str, int]:
 
 def move_as(phase: str, size: Any) -> None:
     import device
+    from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
 
     beginnings: dict[str, list[tuple[Any, str]]] = {
+        "connect": [(gpu_worker, "init_worker_distributed_environment")],
+        "groups": [(gpu_worker, "ensure_model_parallel_initialized")],
         "load": [(Worker, "load_model")],
         "profile": [(Worker, "determine_available_memory")],
         "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
