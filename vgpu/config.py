@@ -143,6 +143,7 @@ DEVICE_KEYS: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "properties_total": (_positive_size, None),
     "nvml_total": (_positive_size, None),
     "nvml_own_use": (_flag, False),
+    "mps": (_flag, False),
     "other": (parse_size, 0),
     "context": (parse_size, 0),
     "graph": (parse_size, 0),

@@ -61,9 +61,7 @@ class Server:
         settings = {**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "vgpu.server", *imports],
-            env=self._resources.enter_context(
-                launch.device(configuration, settings)
-            ),
+            env=self._resources.enter_context(launch.device(configuration, settings)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

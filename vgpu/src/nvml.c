@@ -300,11 +300,12 @@ typedef struct {
   unsigned gpu_instance, compute_instance;
 } ProcessInfo;
 
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle handle, unsigned* n,
-                                                   ProcessInfo* infos) {
-  ENTER_HANDLE(handle);
-  int device = device_of(handle);
+static int list_processes(int device, bool wanted, unsigned* n, ProcessInfo* infos) {
   unsigned found = 0, room = *n;
+  if (!wanted) {
+    *n = 0;
+    return OK;
+  }
   state_lock();
   for (int i = 0; i < MAX_PROCESSES; i++) {
     const Process* p = &shared->process[i];
@@ -316,6 +317,20 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle handle, unsigned* n,
   state_unlock();
   *n = found;
   return found > room ? INSUFFICIENT_SIZE : OK;
+}
+
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle handle, unsigned* n,
+                                                   ProcessInfo* infos) {
+  ENTER_HANDLE(handle);
+  int device = device_of(handle);
+  return list_processes(device, !config.device[device].mps, n, infos);
+}
+
+EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle handle, unsigned* n,
+                                                      ProcessInfo* infos) {
+  ENTER_HANDLE(handle);
+  int device = device_of(handle);
+  return list_processes(device, config.device[device].mps, n, infos);
 }
 
 EXPORT int nvmlDeviceGetComputeRunningProcesses(Handle handle, unsigned* n,

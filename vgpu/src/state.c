@@ -88,6 +88,7 @@ static void read_device(int i, DeviceConfig* d) {
   NUMBER(meminfo_free_limit);
   NUMBER(meminfo_free_stale);
   NUMBER(nvml_own_use);
+  NUMBER(mps);
   NUMBER(properties_total);
   NUMBER(nvml_total);
   NUMBER(other);

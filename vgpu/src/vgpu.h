@@ -37,7 +37,7 @@ enum {
 typedef struct {
   uint64_t memory;  // bytes that can be allocated
   uint64_t meminfo_total, meminfo_free_limit, properties_total, nvml_total;
-  bool meminfo_free_stale, nvml_own_use;
+  bool meminfo_free_stale, nvml_own_use, mps;
   uint64_t other;  // held by other processes at the start
   uint64_t context, graph, graph_node, first_graph, cublas_handle, module, kernel;
   uint64_t malloc_block, vmm_granularity;

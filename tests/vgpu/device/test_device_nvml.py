@@ -76,6 +76,19 @@ def test_processes_are_listed_with_what_they_use() -> None:
     handle = n.nvmlDeviceGetHandleByIndex(0)
     (process,) = n.nvmlDeviceGetComputeRunningProcesses(handle)
     assert (process.pid, process.usedGpuMemory) == (os.getpid(), GIB)
+    assert n.nvmlDeviceGetMPSComputeRunningProcesses(handle) == []
+
+
+@pytest.mark.vgpu(memory="8GiB", mps=True)
+def test_clients_of_mps_are_listed_as_such() -> None:
+    from ctypes_cuda import Cuda
+
+    n = nvml()
+    Cuda().malloc(GIB)
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    (process,) = n.nvmlDeviceGetMPSComputeRunningProcesses(handle)
+    assert (process.pid, process.usedGpuMemory) == (os.getpid(), GIB)
+    assert n.nvmlDeviceGetComputeRunningProcesses(handle) == []
 
 
 @pytest.mark.vgpu(

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
     # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
     "flashinfer_tactic": {},
+    "workspace": 0,  # what the first batch makes attention's metadata builder hold
     "folder": "",  # where the model is written, which compile caches are keyed by
     "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
@@ -199,6 +200,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         index_chunks_on_host()
     if case["llm"].get("enable_lora"):
         count_on_the_host()
+    if case["workspace"]:
+        hold_as_built(case["workspace"])
     if case["flashinfer_tactic"]:
         import tactic
 
@@ -259,6 +262,21 @@ def hold(size: int) -> None:
 
     if size:
         HELD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+def hold_as_built(size: int) -> None:
+    """As FlashInfer's metadata builder does, whose kernels do not run here."""
+    import torch
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    build = TritonAttentionMetadataBuilder.build
+
+    def building(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not hasattr(self, "workspace"):
+            self.workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+        return build(self, *arguments, **options)
+
+    TritonAttentionMetadataBuilder.build = building
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
