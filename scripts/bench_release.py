@@ -39,12 +39,15 @@ MODES: dict[str, dict[str, Any]] = {
 # What else the process has: bytes of tensors, variables of the environment.
 HELD = "512 MiB held"
 EXPANDABLE = "expandable segments"
+BOTH = f"{HELD}, {EXPANDABLE}"
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     HELD: {"tensors": 512 * MIB},
     EXPANDABLE: {},
+    BOTH: {"tensors": 512 * MIB},
 }
-ENVIRONMENT = {EXPANDABLE: {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ENVIRONMENT = {EXPANDABLE: SEGMENTS, BOTH: SEGMENTS}
 # How many bytes fewer of KV cache are allowed: those set aside for fragmentation.
 ALLOWED = 64 * MIB
 
@@ -123,7 +126,7 @@ def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]
     """The result of each start; see scenarios/start.py."""
     folder = base.root / "build/bench-release"
     found: dict[Start, dict[str, Any]] = {}
-    for variables in ({}, *ENVIRONMENT.values()):
+    for variables in ({}, SEGMENTS):
         queue: list[Start] = []
         warm = set()
         for start in starts:
