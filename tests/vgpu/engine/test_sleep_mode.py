@@ -129,11 +129,13 @@ def test_updating_weights_ends_where_it_began(
 
 PROGRAMS = [
     pytest.param(200, 1),
-    pytest.param(10_000, 1, marks=pytest.mark.long),
+    pytest.param(10_000, 1, marks=pytest.mark.full),
+    pytest.param(10_000, 2, marks=pytest.mark.long),
+    pytest.param(10_000, 3, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("programs", "seed"), PROGRAMS)
 def test_no_program_fails_that_lives_in_a_plain_pool(
     programs: int, seed: int, tmp_path: Path
@@ -141,12 +143,19 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
     case = {"programs": programs, "seed": seed, "named": ["stranding", "limited"]}
     device = {"memory": "16GiB"}
     result = run(
-        "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=2900
+        "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
     )
-    # What PyTorch's own reclaiming costs, without sleep mode too.
-    assert result["killed"] == result["killed without a pool"]
     assert result["killed"] <= programs // 1000
-    assert result["saved"]
+    assert result["saved"] > 40 * result["killed"]
+    for kill in result["kills"]:
+        # What PyTorch's own reclaiming costs, without sleep mode too.
+        assert not kill["lives without a pool"]
+        case = {"seed": seed, "only": kill["program"]}
+        official = run(
+            "programs", case, vllm="official", device=device, folder=tmp_path
+        )
+        # The release sets no limit: its caller did.
+        assert kill["limited"] or not official["lives"]
     assert result["named"]["stranding"] == "lived"
     assert result["named"]["limited"] == "saved"
 
