@@ -185,3 +185,28 @@ def test_host_memory_of_level_1(model: str, layers: int, tmp_path: Path) -> None
     result = run("host_memory", case, vllm="envelope", device=device, folder=tmp_path)
     assert result["weights"] <= result["asleep"] <= 1.01 * result["weights"]
     assert result["awake"] == 0
+
+
+OFFLOADS = {
+    "uva": {"cpu_offload_gb": 100},
+    "prefetch": {
+        "offload_group_size": 1,
+        "offload_num_in_group": 1,
+        "offload_prefetch_step": 1,
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])
+def test_host_memory_of_offloaded_weights(
+    model: str, layers: int, offload: str, tmp_path: Path
+) -> None:
+    """vllm #56410."""
+    case = {"model": model, "layers": layers, "offload": OFFLOADS[offload]}
+    device = {"memory": "16GiB"}
+    result = run("offload", case, vllm="official", device=device, folder=tmp_path)
+    assert result["pinned"] > 1.1 * result["offloaded"]
+    result = run("offload", case, vllm="envelope", device=device, folder=tmp_path)
+    assert result["offloaded"] <= result["pinned"] <= 1.01 * result["offloaded"]
