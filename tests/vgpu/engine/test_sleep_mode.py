@@ -122,6 +122,14 @@ def test_updating_weights_ends_where_it_began(
     assert result["reloaded"]
 
 
+def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
+    """The table of docs/loading-in-a-live-pool.md."""
+    device = {"memory": "3000MiB"}
+    result = run("segments", {}, vllm="envelope", device=device, folder=tmp_path)
+    assert list(result["held"].values()) == [0, 0, 960, 900, 900]
+    assert list(result["ours"].values()) == [0, 0, 0, 0, 0]
+
+
 PROGRAMS = [
     pytest.param(200, 1),
     pytest.param(10_000, 1, marks=pytest.mark.full),
