@@ -27,8 +27,10 @@ HOOKS = Path(__file__).with_name("hooks.toml").read_text()
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"
-# Without FlashInfer, which asks the device when it is imported.
-IMPORTS = ("-flashinfer", *IMPORTED, "cutlass", "tilelang")
+# Without FlashInfer, which asks the device when it is imported. The CUTLASS of 0.26.0
+# does so too; what needs it imports it itself.
+CUTLASS = () if BASE == "0.26.0" else ("cutlass",)
+IMPORTS = ("-flashinfer", *IMPORTED, *CUTLASS, "tilelang")
 
 
 def run(
