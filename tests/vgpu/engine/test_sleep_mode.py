@@ -97,43 +97,48 @@ def test_envelope_allocator_agrees_with_the_driver(
     assert result["steps"] > 10 * sequences
 
 
-rounds = pytest.mark.parametrize(
-    ("level", "v2", "number"),
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("level", "v2"),
     [
-        pytest.param(2, True, 3),
-        *(
-            pytest.param(level, v2, 100, marks=pytest.mark.long)
-            for level in (1, 2)
-            for v2 in (False, True)
-        ),
+        pytest.param(1, False, marks=pytest.mark.full),
+        pytest.param(1, True, marks=pytest.mark.full),
+        pytest.param(2, False, marks=pytest.mark.full),
+        (2, True),
     ],
 )
-
-
-@pytest.mark.timeout(1500)
-@rounds
 def test_updating_weights_ends_where_it_began(
-    level: int, v2: bool, number: int, tmp_path: Path
+    level: int, v2: bool, tmp_path: Path
 ) -> None:
-    case = {"rounds": number, "level": level, "v2": v2}
+    case = {"rounds": 100, "level": level, "v2": v2}
     device = {"memory": "4GiB"}
     result = run(
-        "reload", case, vllm="envelope", device=device, folder=tmp_path, timeout=1400
+        "reload", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
     )
-    first, *later = result["rounds"]
-    assert len(later) == number - 1
-    assert all(later_round == first for later_round in later)
-    assert first["asleep"] < first["awake"] // 4
+    before, rounds = result["before"], result["rounds"]
+    asleep = rounds[0]["asleep"]
+    assert asleep < before["awake"] // 4
+    assert rounds == 100 * [before | {"asleep": asleep}]
     assert result["reloaded"]
+
+
+def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
+    """The table of docs/loading-in-a-live-pool.md."""
+    device = {"memory": "3000MiB"}
+    result = run("segments", {}, vllm="envelope", device=device, folder=tmp_path)
+    assert list(result["held"].values()) == [0, 0, 960, 900, 900]
+    assert list(result["ours"].values()) == [0, 0, 0, 0, 0]
 
 
 PROGRAMS = [
     pytest.param(200, 1),
-    pytest.param(10_000, 1, marks=pytest.mark.long),
+    pytest.param(10_000, 1, marks=pytest.mark.full),
+    pytest.param(10_000, 2, marks=pytest.mark.long),
+    pytest.param(10_000, 3, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("programs", "seed"), PROGRAMS)
 def test_no_program_fails_that_lives_in_a_plain_pool(
     programs: int, seed: int, tmp_path: Path
@@ -141,12 +146,19 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
     case = {"programs": programs, "seed": seed, "named": ["stranding", "limited"]}
     device = {"memory": "16GiB"}
     result = run(
-        "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=2900
+        "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
     )
-    # What PyTorch's own reclaiming costs, without sleep mode too.
-    assert result["killed"] == result["killed without a pool"]
     assert result["killed"] <= programs // 1000
-    assert result["saved"]
+    assert result["saved"] > 40 * result["killed"]
+    for kill in result["kills"]:
+        # What PyTorch's own reclaiming costs, without sleep mode too.
+        assert not kill["lives without a pool"]
+        case = {"seed": seed, "only": kill["program"]}
+        official = run(
+            "programs", case, vllm="official", device=device, folder=tmp_path
+        )
+        # The release sets no limit: its caller did.
+        assert kill["limited"] or not official["lives"]
     assert result["named"]["stranding"] == "lived"
     assert result["named"]["limited"] == "saved"
 
@@ -181,3 +193,28 @@ def test_host_memory_of_level_1(model: str, layers: int, tmp_path: Path) -> None
     result = run("host_memory", case, vllm="envelope", device=device, folder=tmp_path)
     assert result["weights"] <= result["asleep"] <= 1.01 * result["weights"]
     assert result["awake"] == 0
+
+
+OFFLOADS = {
+    "uva": {"cpu_offload_gb": 100},
+    "prefetch": {
+        "offload_group_size": 1,
+        "offload_num_in_group": 1,
+        "offload_prefetch_step": 1,
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])
+def test_host_memory_of_offloaded_weights(
+    model: str, layers: int, offload: str, tmp_path: Path
+) -> None:
+    """vllm #56410."""
+    case = {"model": model, "layers": layers, "offload": OFFLOADS[offload]}
+    device = {"memory": "16GiB"}
+    result = run("offload", case, vllm="official", device=device, folder=tmp_path)
+    assert result["pinned"] > 1.1 * result["offloaded"]
+    result = run("offload", case, vllm="envelope", device=device, folder=tmp_path)
+    assert result["offloaded"] <= result["pinned"] <= 1.01 * result["offloaded"]

@@ -47,6 +47,17 @@ def main() -> None:
         )
         allocator = get_mem_allocator_instance()
         gc.freeze()  # sleep() and wake_up() collect garbage; not all of vLLM each time
+
+        def held() -> dict[str, int]:
+            return {
+                "awake": control.used() - control.other(),
+                "reserved": torch.cuda.memory_reserved(),
+                "records": len(allocator.pointer_to_data),
+                "recorded": allocator.get_current_usage(),
+                "pinned": control.pinned(),
+            }
+
+        before = held()
         rounds = []
         control.reset_peak()
         for i in range(case["rounds"]):
@@ -56,21 +67,13 @@ def main() -> None:
             path = str(versions[i % 2])
             llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             llm.wake_up(tags=["kv_cache"])
-            rounds.append(
-                {
-                    "asleep": asleep,
-                    "awake": control.used() - control.other(),
-                    "reserved": torch.cuda.memory_reserved(),
-                    "records": len(allocator.pointer_to_data),
-                    "recorded": allocator.get_current_usage(),
-                    "pinned": control.pinned(),
-                }
-            )
+            rounds.append(held() | {"asleep": asleep})
             if i == 0:
                 control.other_process(control.memory() - control.peak() * 105 // 100)
         (embedding,) = llm.collective_rpc(first_row)
         last = checkpoint(models.MODELS["dense"], (case["rounds"] - 1) % 2)
     result = {
+        "before": before,
         "rounds": rounds,
         "reloaded": embedding == last["model.embed_tokens.weight"][0].tolist(),
     }
