@@ -143,6 +143,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     start.inspect_models_here()
     for device, size in enumerate(case["held"]):
         control.other_process(size, device)
+    note_what_is_held()
     if case["fails"]:
         fail(folder / "failed", **case["fails"])
     arguments: dict[str, Any] = {
@@ -186,12 +187,29 @@ def tell(worker: Any) -> dict[str, Any]:
         "rank": worker.rank,
         "device": at,
         "requested": int(worker.requested_memory),
+        "before": worker.held_before,
         "used": control.process_used(at),
         "peak": control.process_peak(at),
         "kernels": control.kernels(),
         "model": int(worker.model_runner.model_memory_usage),
         "kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
     }
+
+
+def note_what_is_held() -> None:
+    """What a rank holds before its share of the device is decided: what the context
+    and communicators take."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vgpu import control
+
+    init_device = Worker.init_device
+
+    def noting(worker: Worker) -> None:
+        init_device(worker)
+        worker.held_before = control.process_used(worker.device.index)
+
+    Worker.init_device = noting
 
 
 def fail(when: Path, rank: int, phase: str, how: str) -> None:
