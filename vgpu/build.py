@@ -28,7 +28,10 @@ from .errors import VgpuError
 SOURCES = Path(__file__).parent / "src"
 # Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
 STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
-CUDA_NAME = re.compile(r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*")
+NCCL = "libnccl.so.2"
+CUDA_NAME = re.compile(
+    r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*|nccl[A-Z]\w*"
+)
 LATE_STUBS = 256
 
 # Success with no effect is the truth for these; --strict makes them errors.
@@ -83,7 +86,10 @@ def find_headers() -> Headers:
         if complete and any((f / "crt" / "host_defines.h").exists() for f in folders):
             if not any((f / "cublasLt.h").exists() for f in folders):
                 continue
-            return Headers(cuda, tuple(folders))
+            nccl = site / "nvidia" / "nccl" / "include"
+            if not (nccl / "nccl.h").exists():
+                raise VgpuError(f"no {nccl}/nccl.h: install the package nvidia-nccl")
+            return Headers(cuda, (*folders, nccl))
     raise VgpuError(
         "no CUDA headers: looked for cuda.h, cuda_runtime_api.h, crt/ and cublasLt.h "
         f"in {site}/nvidia/cu*/include and {triton}; install the packages "
@@ -178,7 +184,12 @@ def _compile(
         [
             *compiler.split(),
             *("-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-shared"),
-            *("-fvisibility=hidden", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+            *(
+                "-fwrapv",
+                "-fvisibility=hidden",
+                "-Wl,-soname,libcuda.so.1",
+                "-Wl,-Bsymbolic",
+            ),
             *("-D_GNU_SOURCE", *includes, "-o", str(output)),
             *(str(s) for s in sources),
             *("-ldl", "-lpthread"),
@@ -196,7 +207,7 @@ def _imports(major: int) -> tuple[set[str], dict[str, set[str]]]:
         except (elf.NotElf, OSError):
             continue
         for name, source in library.undefined.items():
-            ours = not source or source == "libcuda.so.1" or STAND_IN.fullmatch(source)
+            ours = source in ("", "libcuda.so.1", NCCL) or STAND_IN.fullmatch(source)
             if ours and CUDA_NAME.fullmatch(name):
                 names.add(name)
         for needed in (*library.needed, *library.versions):
@@ -241,6 +252,14 @@ def _nvml_names() -> set[str]:
             re.findall(r"\"(nvml[A-Z]\w+)\"", path.read_text(errors="replace"))
         )
     return names
+
+
+def _nccl_names() -> set[str]:
+    """What the installed NCCL exports."""
+    names: set[str] = set()
+    for path in site_packages().glob(f"nvidia/nccl/lib/{NCCL}"):
+        names.update(elf.read(path).defined)
+    return {n for n in names if re.fullmatch(r"nccl[A-Z]\w+", n)}
 
 
 def _versions(headers: Headers) -> list[tuple[str, int, str]]:
@@ -323,12 +342,13 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     _compile(compiler, headers, [*sources, empty], library)
     implemented = elf.read(library).defined
     imported, aliases = _imports(_major(headers))
-    wanted = imported | _declared(headers) | _nvml_names()
+    wanted = imported | _declared(headers) | _nvml_names() | _nccl_names()
     versions = _versions(headers)
     wanted |= {symbol for _, _, symbol in versions}
     stubs = sorted(wanted - implemented)
     (folder / "stubs.c").write_text(_stubs_source(stubs, versions))
     _compile(compiler, headers, [*sources, folder / "stubs.c"], library)
+    aliases[NCCL] = set()
     for soname, names in sorted(aliases.items()):
         _alias(compiler, folder, soname, names)
     nvml, absent = folder / "nvml", folder / "nvml-absent"

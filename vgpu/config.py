@@ -36,6 +36,14 @@ NVML_ERRORS = {
     "GpuIsLost": 15,
     "Unknown": 999,
 }
+NCCL_ERRORS = {
+    "UnhandledCudaError": 1,
+    "SystemError": 2,
+    "InternalError": 3,
+    "InvalidArgument": 4,
+    "InvalidUsage": 5,
+    "RemoteError": 6,
+}
 
 
 def parse_size(value: object, key: str = "size") -> int:
@@ -152,6 +160,7 @@ DEVICE_KEYS: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "cublas_handle": (parse_size, 0),
     "module": (parse_size, 0),
     "kernel": (parse_size, 0),
+    "nccl_communicator": (parse_size, 0),
     "malloc_block": (_block, "2MiB"),
     "vmm_granularity": (_page_block, "2MiB"),
     "vmm_handle_offset": (_flag, True),
@@ -237,7 +246,8 @@ def signed_size(value: object, key: str) -> int:
 
 def error_code(value: object, call: str) -> int:
     """The number of an error's name, in the family of the call."""
-    names = NVML_ERRORS if call.startswith("nvml") else CUDA_ERRORS
+    families = {"nvml": NVML_ERRORS, "nccl": NCCL_ERRORS}
+    names = families.get(call[:4], CUDA_ERRORS)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     for name, code in names.items():
@@ -247,6 +257,12 @@ def error_code(value: object, call: str) -> int:
         f"unknown error {value!r} for {call}: write a number or one of "
         f"{', '.join(sorted(names))}"
     )
+
+
+def default_error(call: str) -> str:
+    """What an injected failure returns unless told otherwise."""
+    defaults = {"nvml": "Unknown", "nccl": "SystemError"}
+    return defaults.get(call[:4], "out_of_memory")
 
 
 @dataclass
@@ -317,10 +333,7 @@ def _inject(entries: Sequence[object]) -> list[str]:
         if "call" not in e:
             raise VgpuError("inject: call is needed (as cuMemCreate)")
         call = _line(e["call"], "inject.call")
-        error = error_code(
-            e.get("error", "Unknown" if call.startswith("nvml") else "out_of_memory"),
-            call,
-        )
+        error = error_code(e.get("error", default_error(call)), call)
         device = int(e.get("device", -1))
         nth = _integer(e.get("nth", 0), "inject.nth")
         over = parse_size(e.get("over", 0), "inject.over")

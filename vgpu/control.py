@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from . import build
-from .config import error_code, parse_size, signed_size
+from .config import default_error, error_code, parse_size, signed_size
 from .errors import VgpuError
 from .launch import library
 
@@ -190,8 +190,7 @@ def inject(
     and those after it fail, `times` in all. `error` is a name (out_of_memory;
     NoPermission for NVML) or a number.
     """
-    default = "Unknown" if call.startswith("nvml") else "out_of_memory"
-    code = error_code(default if error is None else error, call)
+    code = error_code(default_error(call) if error is None else error, call)
     if min(nth, times) < 0:
         raise VgpuError("nth and times must not be negative")
     number = _library().vgpu_inject(

@@ -10,6 +10,7 @@
 static int error_code(const char* name) {
   if (!strncmp(name, "nvml", 4)) return 3;     // NVML_ERROR_NOT_SUPPORTED
   if (!strncmp(name, "cublas", 6)) return 15;  // CUBLAS_STATUS_NOT_SUPPORTED
+  if (!strncmp(name, "nccl", 4)) return 5;     // ncclInvalidUsage
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 

@@ -38,17 +38,26 @@ CUresult context_make(int ordinal) {
 
 // What needs no context (which device, which properties) works on after an error
 // that ended the context.
-static CUresult enter(const char* call, uint64_t size, bool needs_context) {
+static CUresult usable(bool needs_context) {
   if (!state_init())
     return process_ended() ? CUDA_ERROR_DEINITIALIZED : CUDA_ERROR_NO_DEVICE;
   if (forked_after_init()) return CUDA_ERROR_NOT_INITIALIZED;
   if (!visible_devices()) return CUDA_ERROR_NO_DEVICE;
-  int ended = __atomic_load_n(&sticky, __ATOMIC_RELAXED);
-  if (ended && needs_context) return ended;
+  return needs_context ? __atomic_load_n(&sticky, __ATOMIC_RELAXED) : 0;
+}
+
+static CUresult enter(const char* call, uint64_t size, bool needs_context) {
+  CUresult error = usable(needs_context);
+  if (error) return error;
   if (config.trace) message("%s(%lu)", call, size);
-  CUresult error = injected(call, current_device(), size);
+  error = injected(call, current_device(), size);
   if (error) return error;
   return needs_context && !current ? context_make(current_ordinal()) : 0;
+}
+
+CUresult context_enter(void) {
+  CUresult error = usable(true);
+  return error || current ? error : context_make(current_ordinal());
 }
 
 cudaError_t rt_leave(cudaError_t error) {
@@ -391,6 +400,8 @@ static const struct {
      "part or all of the requested memory range is already mapped"},
     {713, "cudaErrorHostMemoryNotRegistered", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
      "pointer does not correspond to a registered memory region"},
+    {719, "cudaErrorLaunchFailure", "CUDA_ERROR_LAUNCH_FAILED",
+     "unspecified launch failure"},
     {800, "cudaErrorNotPermitted", "CUDA_ERROR_NOT_PERMITTED",
      "operation not permitted"},
     {801, "cudaErrorNotSupported", "CUDA_ERROR_NOT_SUPPORTED",

@@ -20,6 +20,8 @@ CUresult operation_do(const Operation* o) {
     case NODE_HOST:
       o->function(o->argument);
       return CUDA_SUCCESS;
+    case NODE_COLLECTIVE:
+      return collective_do(o->argument);
     case NODE_KERNEL:
       if (self) __atomic_fetch_add(&self->kernels, 1, __ATOMIC_RELAXED);
       return CUDA_SUCCESS;
@@ -403,7 +405,8 @@ EXPORT cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node,
       [NODE_FILL] = cudaGraphNodeTypeMemset,
       [NODE_HOST] = cudaGraphNodeTypeHost,
       [NODE_EVENT] = cudaGraphNodeTypeEventRecord,
-      [NODE_EMPTY] = cudaGraphNodeTypeEmpty};
+      [NODE_EMPTY] = cudaGraphNodeTypeEmpty,
+      [NODE_COLLECTIVE] = cudaGraphNodeTypeKernel};
   *type = types[node->operation.kind];
   return cudaSuccess;
 }

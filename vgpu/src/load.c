@@ -21,7 +21,8 @@ __attribute__((constructor)) static void at_load(void) {
 static const char* stand_in(const char* file) {
   static __thread char path[1024];
   const char* name = file ? strrchr(file, '/') : NULL;
-  if (!name || strncmp(name, "/libcu", 6) || !own_folder[0]) return file;
+  if (!name || !own_folder[0]) return file;
+  if (strncmp(name, "/libcu", 6) && strncmp(name, "/libnccl.", 9)) return file;
   snprintf(path, sizeof path, "%s%s", own_folder, name + 1);
   return access(path, R_OK) ? file : path;
 }

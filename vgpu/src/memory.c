@@ -375,6 +375,19 @@ CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n) {
   return CUDA_SUCCESS;
 }
 
+bool memory_is_zero(uint64_t from, uint64_t size) {
+  bool known = true;
+  pthread_mutex_lock(&memory_lock);
+  for (uint64_t done = 0; known && done < size;) {
+    Span span;
+    known = span_at(from + done, size - done, false, &span) && span.physical &&
+            !span.physical->written;
+    if (known) done += span.size;
+  }
+  pthread_mutex_unlock(&memory_lock);
+  return known;
+}
+
 // ---- runtime calls
 
 EXPORT cudaError_t cudaMalloc(void** address, size_t size) {

@@ -237,6 +237,15 @@ EXPORT int nvmlSystemGetCudaDriverVersion(int* version) {
   return nvmlSystemGetCudaDriverVersion_v2(version);
 }
 
+// No device can reach another, see cudaDeviceCanAccessPeer.
+EXPORT int nvmlDeviceGetP2PStatus(Handle handle, Handle peer, int index, int* status) {
+  (void)index;
+  ENTER_HANDLE(handle);
+  if (!is_handle(peer)) return INVALID_ARGUMENT;
+  *status = device_of(handle) == device_of(peer) ? 0 : 1;  // CHIPSET_NOT_SUPPORTED
+  return OK;
+}
+
 // ---- MIG
 
 EXPORT int nvmlDeviceGetMigMode(Handle handle, unsigned* now, unsigned* pending) {

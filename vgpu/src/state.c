@@ -99,6 +99,7 @@ static void read_device(int i, DeviceConfig* d) {
   NUMBER(cublas_handle);
   NUMBER(module);
   NUMBER(kernel);
+  NUMBER(nccl_communicator);
   NUMBER(malloc_block);
   NUMBER(vmm_granularity);
   NUMBER(integrated);
@@ -249,6 +250,15 @@ static bool slot_is_dead(const Process* process) {
   if (!process->pid || process == self) return false;
   struct flock range = slot_range(process, F_WRLCK);
   return !fcntl(state_file, F_GETLK, &range) && range.l_type == F_UNLCK;
+}
+
+ProcessId process_id(void) {
+  return (ProcessId){self->pid, (int)(self - shared->process)};
+}
+
+bool process_is_dead(const ProcessId* id) {
+  const Process* process = &shared->process[id->slot];
+  return process->pid != id->pid || slot_is_dead(process);
 }
 
 static void slot_close(Process* process) {

@@ -40,6 +40,7 @@ typedef struct {
   bool meminfo_free_stale, nvml_own_use, mps;
   uint64_t other;  // held by other processes at the start
   uint64_t context, graph, graph_node, first_graph, cublas_handle, module, kernel;
+  uint64_t nccl_communicator;
   uint64_t malloc_block, vmm_granularity;
   bool integrated, vmm_handle_offset;
   int major, minor, sm_count, clock_khz, memory_clock_khz, bus_bits;
@@ -146,6 +147,15 @@ void state_unlock(void);
 const char* run_folder(void);
 bool forked_after_init(void);
 bool process_ended(void);
+
+// A process of the run, also after it has ended.
+typedef struct {
+  pid_t pid;
+  int slot;
+} ProcessId;
+
+ProcessId process_id(void);  // this one
+bool process_is_dead(const ProcessId* id);
 int visible_devices(void);
 int device_index(int ordinal);  // the configured device behind an ordinal
 
@@ -232,6 +242,7 @@ CUresult memory_allocate(int device, uint64_t size, const char* cause,
 CUresult memory_free(uint64_t address);
 CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size);
 CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n);
+bool memory_is_zero(uint64_t from, uint64_t size);  // false: it may be, or not
 
 // ---- device.c
 
@@ -248,6 +259,7 @@ CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
 int current_ordinal(void);
 int current_device(void);  // configured index
 CUresult context_make(int ordinal);
+CUresult context_enter(void);  // as a call that needs a context, or its error
 CUresult device_wait(void);
 void sticky_error(int error);
 
@@ -265,7 +277,18 @@ void sticky_error(int error);
 
 // ---- stream.c, graph.c
 
-typedef enum { STREAM = 1, EVENT, GRAPH, NODE, EXEC, MODULE, KERNEL, OTHER } Kind;
+typedef enum {
+  STREAM = 1,
+  EVENT,
+  GRAPH,
+  NODE,
+  EXEC,
+  MODULE,
+  KERNEL,
+  COMMUNICATOR,
+  COLLECTIVE,
+  OTHER
+} Kind;
 
 void* object_new(Kind kind, size_t bytes);
 bool object_is(const void* object, Kind kind);
@@ -277,7 +300,8 @@ typedef enum {
   NODE_FILL,
   NODE_HOST,
   NODE_EVENT,
-  NODE_EMPTY
+  NODE_EMPTY,
+  NODE_COLLECTIVE,
 } NodeKind;
 
 typedef struct {
@@ -299,6 +323,10 @@ CUresult operation_do(const Operation* operation);
 
 const char* kernel_name(const void* kernel);
 CUresult kernel_launch(const void* kernel, void** arguments, void* stream);
+
+// ---- nccl.c
+
+CUresult collective_do(void* batch);
 
 // ---- calls.c: stand-ins nobody wrote, and finding calls by name
 
