@@ -50,8 +50,13 @@ def starts(
     asked = case | {"folder": str(own / "model")}
     return [
         run(
-            "start", asked, vllm=vllm, device=device, folder=own,
-            caches=own / "caches", forked="environment" not in case,
+            "start",
+            asked,
+            vllm=vllm,
+            device=device,
+            folder=own,
+            caches=own / "caches",
+            forked="environment" not in case,
         )  # fmt: skip
         for _ in range(times)
     ]
@@ -130,7 +135,10 @@ def test_what_stays_is_counted(name: str, tmp_path: Path) -> None:
 def test_compiling_in_too_little_is_told(v2: bool, tmp_path: Path) -> None:
     """One start with more is enough, as the error says."""
     device: dict[str, object] = {"memory": 2560 * MIB}
-    little = HYBRID | {"v2": v2, "llm": HYBRID["llm"] | {"gpu_memory_utilization": 0.19}}
+    little = HYBRID | {
+        "v2": v2,
+        "llm": HYBRID["llm"] | {"gpu_memory_utilization": 0.19},
+    }
     (refused,) = starts(little, "envelope", tmp_path, device, times=1)
     assert refused["outcome"] == "ValueError"
     assert refused["error"].startswith("Compiling and tuning kernels takes more")
