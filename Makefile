@@ -10,7 +10,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics lint bench bench-load \
-  bench-start bench-release bench-suggestion bench-fragmentation gpu calibrate bundle results-page
+  bench-start bench-release bench-first-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -80,6 +80,9 @@ bench-start: vgpu envelope  ## what a start takes of what it requested
 
 bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
 	@$(call RUN,bench_release) $(if $(ONLY),--only "$(ONLY)")
+
+bench-first-start: vgpu envelope  ## the first start beside the second; ONLY=pattern
+	@$(call RUN,bench_first_start) $(if $(ONLY),--only "$(ONLY)")
 
 bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 	@$(call RUN,bench_suggestion)

@@ -135,6 +135,59 @@ MODELS["large moe"] = (
     | {"num_hidden_layers": 8, "num_experts": 32, "moe_intermediate_size": 768}
 )
 
+# As published, whole.
+MODELS["Qwen3-8B"] = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MODELS["Llama-3.1-8B"] = MODELS["llama-8b"] | {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "num_hidden_layers": 32,
+}
+MODELS["Qwen3-30B-A3B"] = MODELS["qwen-30b-a3b"] | {
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "num_hidden_layers": 48,
+}
+MODELS["Qwen2-VL-7B"] = MODELS["vision"] | {
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vision_config": MODELS["vision"]["vision_config"]
+    | {"depth": 32, "hidden_size": 3584},
+}
+MODELS["Qwen3-Next-80B-A3B"] = MODELS["hybrid"] | {
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "mlp_only_layers": [],
+}
+
 
 def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""

@@ -180,7 +180,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
         arguments["compilation_config"] = GRAPHS | mode
-    if case["model"] == "vision":
+    if "vision_config" in models.MODELS[case["model"]]:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     if case["neighbour"]:
@@ -196,7 +196,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     record_graphs(result, case["profiles"])
     if device.VIRTUAL:
         inspect_models_here()
-    if case["model"] == "hybrid":
+    if "linear_num_value_heads" in models.MODELS[case["model"]]:
         index_chunks_on_host()
     if case["llm"].get("enable_lora"):
         count_on_the_host()
