@@ -372,6 +372,8 @@ static const struct {
     {3, "cudaErrorInitializationError", "CUDA_ERROR_NOT_INITIALIZED",
      "initialization error"},
     {4, "cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
+    {98, "cudaErrorInvalidDeviceFunction", "CUDA_ERROR_UNKNOWN",
+     "invalid device function"},
     {100, "cudaErrorNoDevice", "CUDA_ERROR_NO_DEVICE",
      "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "CUDA_ERROR_INVALID_DEVICE",

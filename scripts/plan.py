@@ -1,0 +1,537 @@
+"""Say what a model will take of a GPU before there is one: vLLM's own engine starts, with
+dummy weights, on a virtual card.
+
+Prints a table: weights, activations, what is outside of PyTorch, CUDA graphs, the KV
+cache in bytes and tokens, and how many requests of full length it holds at once. If it
+does not fit, changes of flags that help are tried, each by a start. --sweep starts for
+each of many values of a flag, or on many GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import caches
+import memory_picture
+from series import REPOSITORY, Base, Problem, command, scratch, write_whole
+from virtual import SCENARIOS, SITES, environment_of
+
+sys.path.insert(0, str(REPOSITORY))
+from vgpu import config as vgpu_config  # noqa: E402
+
+ENGINE = Path(__file__).with_name("plan_engine.py")
+GIB = 1 << 30
+OURS = {"ours": "envelope", "official": "official"}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# How a start says that there is too little memory.
+TOO_LITTLE = re.compile(
+    r"out of memory|No available memory|KV cache|[Ff]ree memory on device|takes more "
+    r"than|exceeds (available )?Mamba|does not fit",
+)
+NUMBERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+TIMEOUT = 1800
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="config.json, its folder, or a name on the hub")
+    parser.add_argument("--gpu", help=" ".join(cards()))
+    parser.add_argument("--flags", default="", help="of vllm serve, in one string")
+    parser.add_argument("--release", default="ours", choices=OURS)
+    parser.add_argument("--report", type=Path, help="a VLLM_STARTUP_MEMORY_REPORT")
+    parser.add_argument(
+        "--warm", action="store_true", help="find the compiled model of a first start"
+    )
+    parser.add_argument(
+        "--cold", dest="warm", action="store_false", help="compile it (default)"
+    )
+    parser.add_argument(
+        "--sweep", metavar="NAME=A..B or A,B", help="a flag of vllm serve, or gpu"
+    )
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--svg", type=Path, help="file to draw the memory in")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise Problem(f"--flags: {error}.") from error
+    if args.model is None:
+        raise Problem("MODEL=config.json or its folder is needed.")
+    with scratch(base.root / "build", "plan") as folder:
+        model = model_folder(args.model, folder)
+        gpu = args.gpu
+        if args.sweep:
+            cases = list(swept(args.sweep, gpu, flags))
+        else:
+            cases = [("", card(gpu), flags)]
+        asked = Asked(base, OURS[args.release], model, cases[0][1], (), args.warm)
+        plans = []
+        for label, gpu, flags in cases:
+            case = replace(asked, gpu=gpu, flags=tuple(flags))
+            plans.append(foresee(case, folder, label))
+            if not args.sweep:
+                print(table(plans[0]))
+            elif len(plans) == 1:
+                print(SWEPT_HEAD)
+            if args.sweep:
+                print(swept_row(label, plans[-1]), flush=True)
+        if args.sweep:
+            print(verdict(args.sweep, cases, plans))
+        elif not plans[0].fits:
+            for change in changes(plans[0]):
+                tried = foresee(
+                    replace(plans[0].asked, flags=(*flags, *change)), folder, "try"
+                )
+                plans[0].tried.append(tried)
+                print(f"- {' '.join(change)}: {tried.in_short()}", flush=True)
+            if not any(plan.fits for plan in plans[0].tried):
+                print("None of these helps: a larger GPU, or a smaller model.")
+    if args.json:
+        told = [plan.as_dict() for plan in plans]
+        write_whole(args.json, json.dumps(told if args.sweep else told[0], indent=1))
+    if args.svg:
+        if not plans[0].fits:
+            raise Problem("--svg: there is nothing to draw, as it does not fit.")
+        write_whole(args.svg, memory_picture.picture(plans[0].report()))
+
+
+# ---- what is asked
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A start: which vLLM, of which model, on which card."""
+
+    base: Base
+    site: str
+    """One of SITES."""
+    model: str
+    """A folder with config.json, or a name on the hub."""
+    gpu: str
+    """A profile of the virtual device."""
+    flags: tuple[str, ...]
+    warm: bool = False
+    device: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the virtual device over the profile's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    asked: Asked
+    result: dict[str, Any]
+    """As plan_engine.py tells it."""
+    tried: list[Plan] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.result["outcome"] == "started")
+
+    @property
+    def tokens(self) -> int:
+        return int(self.result.get("kv_tokens", 0))
+
+    def in_short(self) -> str:
+        if not self.fits:
+            return f"does not fit ({why(self.result)})"
+        return (
+            f"fits: {self.tokens:,} tokens of KV cache, "
+            f"{self.result['concurrency']:.2f} requests of full length"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """In the form that memory_picture.py draws."""
+        result = self.result
+        return dict(result.get("report") or {}) | {
+            "device": vgpu_config.read_profile(self.asked.gpu)["name"],
+            "total": result["total"],
+            "free_before": result["free"],
+            "held_before": result["non_torch_before"],
+            "requested": result["requested"],
+            "in_use": result["in_use"],
+            "set_aside": self.set_aside(),
+            "left": self.left(),
+        }
+
+    def set_aside(self) -> dict[str, int]:
+        """Ours tells more of it than the release."""
+        told = (self.result.get("report") or self.result).get("set_aside", {})
+        return {name: size or 0 for name, size in told.items()}
+
+    def left(self) -> int:
+        used = sum(self.result["in_use"].values()) + sum(self.set_aside().values())
+        return int(self.result["requested"] - used)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": Path(self.asked.model).name,
+            "gpu": self.asked.gpu,
+            "vllm": self.result.get("version"),
+            "release": self.asked.site,
+            "flags": list(self.asked.flags),
+            "warm": self.asked.warm,
+            "fits": self.fits,
+            "result": self.result,
+            "tried": [plan.as_dict() for plan in self.tried],
+        }
+
+
+def cards() -> list[str]:
+    return vgpu_config.profiles()
+
+
+def card(name: str | None) -> str:
+    """A profile's name.
+
+    Raises:
+        Problem: there is none, or several, of that name.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", (name or "").lower())
+    plain = re.sub(r"nvidia|geforce|tesla", "", plain)
+    known = {re.sub(r"[^a-z0-9]", "", card): card for card in cards()}
+    found = [card for key, card in known.items() if plain and plain in key]
+    if plain in known:
+        return known[plain]
+    if len(found) == 1:
+        return found[0]
+    raise Problem(f"GPU={name or ''}: one of {', '.join(cards())} is needed.")
+
+
+def model_folder(given: str, folder: Path) -> str:
+    """A folder that vLLM reads; a name on the hub stays as it is.
+
+    Raises:
+        Problem: there is no config, or no model's.
+    """
+    path = Path(given)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        if path.name != "config.json" and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+            return given
+        raise Problem(f"{path}: there is no such file; a model's config is needed.")
+    try:
+        told = json.loads(path.read_text())
+        kind = told["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path}: no config of a model ({error!r}).") from error
+    if not isinstance(kind, str):
+        raise Problem(f"{path}: model_type is {kind!r}.")
+    if path.name == "config.json":
+        return str(path.parent.resolve())
+    place = folder / path.stem
+    place.mkdir()
+    shutil.copyfile(path, place / "config.json")
+    return str(place)
+
+
+def number(text: str) -> int:
+    """8k is 8192.
+
+    Raises:
+        Problem: it is no number.
+    """
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if not match:
+        raise Problem(f"--sweep: {text!r} is no number (as 8k or 8192).")
+    return int(match[1]) * NUMBERS[match[2]]
+
+
+def swept(
+    sweep: str, gpu: str | None, flags: list[str]
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Label, card and flags of each start.
+
+    Raises:
+        Problem: the sweep cannot be read.
+    """
+    name, _, values = sweep.partition("=")
+    name = name.strip().removeprefix("--")
+    if not values:
+        raise Problem(f"--sweep {sweep}: write max-model-len=8k..128k or gpu=l40s,h100.")
+    if name == "gpu":
+        chosen = cards() if values == "all" else [card(v) for v in values.split(",")]
+        for each in sorted(chosen, key=memory_of):
+            yield each, each, flags
+        return
+    chosen_card = card(gpu)
+    if ".." in values:
+        first, last = (number(end) for end in values.split("..", 1))
+        if not 0 < first <= last:
+            raise Problem(f"--sweep {sweep}: {first} to {last} is empty.")
+        texts = []
+        while first < last:
+            texts.append(str(first))
+            first *= 2
+        texts.append(str(last))
+    else:
+        texts = [
+            str(number(v)) if re.fullmatch(r"\d+[kKmM]", v) else v
+            for v in values.split(",")
+        ]
+    for text in texts:
+        yield text, chosen_card, [*flags, f"--{name}", text]
+
+
+def memory_of(gpu: str) -> int:
+    return vgpu_config.parse_size(vgpu_config.read_profile(gpu)["memory"])
+
+
+# ---- a start
+
+
+def foresee(asked: Asked, folder: Path, label: str = "") -> Plan:
+    """Start it; if it is to be warm, for the second time.
+
+    Raises:
+        Problem: it cannot be started on any card, as vLLM says.
+    """
+    own = Path(tempfile.mkdtemp(prefix="caches-", dir=folder))
+    try:
+        result = started(asked, own, label)
+        if asked.warm and result["outcome"] == "started":
+            result = started(asked, own, f"{label} warm")
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    return Plan(asked, result)
+
+
+def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
+    """What plan_engine.py tells; `own` is where the start keeps what it compiles.
+
+    Raises:
+        Problem: it ended for another reason than memory, or said nothing.
+    """
+    python, ours = environment_of(asked.base)
+    assert asked.site in SITES
+    paths = [*([ours] if asked.site == "envelope" else []), REPOSITORY, SCENARIOS]
+    environment = caches.environment(
+        {"PYTHONPATH": ":".join(map(str, paths))} | inherited(),
+        own,
+        asked.base.root / "build/kernels",
+    )
+    case = {
+        "model": asked.model,
+        "flags": [*asked.flags, *of_dummies(asked.model)],
+        "environment": dict(asked.environment),
+    }
+    settings = [f"--set={key}={value}" for key, value in asked.device.items()]
+    order = [
+        *(python, "-m", "vgpu", "--profile", asked.gpu, *settings, "--"),
+        *(python, ENGINE, json.dumps(case)),
+    ]
+    with (own / "log").open("w+") as log:
+        told = follow(order, environment, own, log, label or asked.gpu)
+        log.seek(0)
+        said = log.read()
+    if told is None:
+        raise Problem(f"The engine ended without a word:\n{said[-2000:]}")
+    if told["outcome"] != "started" and not about_memory(told):
+        raise Problem(plainly(told["error"]))
+    return told
+
+
+def inherited() -> dict[str, str]:
+    import os
+
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def follow(
+    order: Sequence[object],
+    environment: Mapping[str, str],
+    cwd: Path,
+    log: Any,
+    label: str,
+) -> dict[str, Any] | None:
+    """The result that a command prints; says meanwhile how far it is."""
+    began = time.monotonic()
+    told = None
+    with subprocess.Popen(
+        list(map(str, order)), env=dict(environment), cwd=cwd, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout
+        try:
+            for line in process.stdout:
+                if line.startswith("PHASE "):
+                    progress(f"{label}: {line[6:].strip()}", began)
+                elif line.startswith("RESULT "):
+                    told = json.loads(line.removeprefix("RESULT "))
+                else:
+                    log.write(line)
+        except BaseException:
+            process.terminate()
+            raise
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return told
+
+
+def progress(text: str, began: float) -> None:
+    line = f"[{time.monotonic() - began:4.0f} s] {text}"
+    end = "" if sys.stderr.isatty() else "\n"
+    start = "\r\033[K" if sys.stderr.isatty() else ""
+    print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
+
+
+def of_dummies(model: str) -> list[str]:
+    """Flags of a start without weights and, if there is none, without a tokenizer."""
+    flags = ["--load-format", "dummy"]
+    folder = Path(model)
+    if not folder.is_dir():
+        return flags
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        flags.append("--skip-tokenizer-init")
+    return flags
+
+
+def about_memory(result: Mapping[str, Any]) -> bool:
+    return "requested" in result and bool(TOO_LITTLE.search(result["error"])) or (
+        "ree memory on device" in result["error"]
+    )
+
+
+def plainly(error: str) -> str:
+    """The one line of an error that says what is wrong."""
+    error = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", error)
+    error = error.partition(" [type=")[0]
+    return f"vLLM refuses to start: {error[:600]}"
+
+
+# ---- what is answered
+
+
+def why(result: Mapping[str, Any]) -> str:
+    """The first sentence or two of vLLM's own words."""
+    text = " ".join(str(result["error"]).split())
+    return text if len(text) < 300 else text[:297] + "..."
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:9.2f} GiB"
+
+
+def rows(plan: Plan) -> Iterator[tuple[str, int | None, str]]:
+    """Name, bytes and a note; those after "requested" sum to it."""
+    result = plan.result
+    yield "total", result["total"], ""
+    yield "held before", result["non_torch_before"], "CUDA context"
+    yield "requested", result["requested"], ""
+    if not plan.fits:
+        yield "  weights", result.get("weights"), ""
+        yield "  peak activations", result.get("activations"), ""
+        yield "  outside torch", result.get("non_torch"), ""
+        return
+    notes = {
+        "kv_cache": f"{result['blocks']} blocks, {plan.tokens:,} tokens",
+        "cuda_graphs": f"{gib(result['graphs_estimated']).strip()} estimated",
+    }
+    for name, size in (result["in_use"] | plan.set_aside()).items():
+        yield f"  {name.replace('_', ' ')}", size, notes.get(name, "")
+    yield "  left", plan.left(), ""
+
+
+def table(plan: Plan) -> str:
+    result, asked = plan.result, plan.asked
+    attention = ", ".join(result.get("attention", [])) or "no attention"
+    runner = "V2" if result.get("v2") else "V1"
+    state = "warm" if asked.warm else "cold"
+    title = vgpu_config.read_profile(asked.gpu)["name"]
+    lines = [
+        f"{Path(asked.model).name} on {title}: vLLM {result['version']} "
+        f"({'ours' if asked.site == 'envelope' else 'official'}), {runner} runner, "
+        f"{attention}, {state}",
+        f"{result.get('max_model_len', 0):,} tokens a request, "
+        f"{result.get('max_num_seqs')} requests and "
+        f"{result.get('max_num_batched_tokens'):,} tokens a batch"
+        if "max_model_len" in result
+        else "",
+    ]
+    if "total" in result:
+        for name, size, note in rows(plan):
+            if size is not None:
+                lines.append(f"{name:<24}{gib(size)}  {note}".rstrip())
+    if plan.fits:
+        lines.append(
+            f"It fits: {result['concurrency']:.2f} requests of full length at once."
+        )
+    else:
+        lines.append(f"It does not fit: {why(result)}")
+    return "\n".join(line for line in lines if line)
+
+
+SWEPT_HEAD = """\
+| | fits | weights, GiB | activations, GiB | KV cache, GiB | KV tokens | requests |
+| --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def swept_row(label: str, plan: Plan) -> str:
+    result = plan.result
+    cells = [label, "yes" if plan.fits else "no"]
+    for key in ("weights", "activations", "kv_cache"):
+        size = result.get(key) if plan.fits or key == "weights" else None
+        cells.append("" if size is None else f"{size / GIB:.2f}")
+    full = f"{result['concurrency']:.2f}" if plan.fits else ""
+    cells += [f"{plan.tokens:,}" if plan.fits else "", full]
+    return f"| {' | '.join(cells)} |"
+
+
+def verdict(
+    sweep: str, cases: Sequence[tuple[str, str, list[str]]], plans: Sequence[Plan]
+) -> str:
+    fitting = [
+        label for (label, _, _), plan in zip(cases, plans, strict=True) if plan.fits
+    ]
+    name = sweep.partition("=")[0]
+    if not fitting:
+        return f"None of these fits: {why(plans[0].result)}"
+    if name == "gpu":
+        return f"The smallest that fits: {fitting[0]}"
+    return f"Those that fit: {name} {fitting[0]} to {fitting[-1]}"
+
+
+def changes(plan: Plan) -> Iterator[list[str]]:
+    """Flags that may make it fit, the cheapest first."""
+    given = " ".join(plan.asked.flags).replace("_", "-")
+    error = plan.result["error"]
+    if found := re.search(r"maximum model length is (\d+)", error):
+        yield ["--max-model-len", found[1]]
+    explicit = re.search(r"gpu-memory-(limit|utilization)[ =]([\d.]+)", given)
+    if explicit is None or (explicit[1] == "utilization" and float(explicit[2]) < 0.97):
+        yield ["--gpu-memory-utilization", "0.97"]
+    if plan.result.get("max_num_seqs", 0) > 64 and "max-num-batched" not in given:
+        yield ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
+    if "enforce-eager" not in given:
+        yield ["--enforce-eager"]
+    if "kv-cache-dtype" not in given:
+        yield ["--kv-cache-dtype", "fp8"]
+    if "quantization" not in given and not quantized(plan.asked.model):
+        yield ["--quantization", "fp8"]
+
+
+def quantized(model: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads((Path(model) / "config.json").read_text())
+        return "quantization_config" in told
+    return True  # unknown
+
+
+if __name__ == "__main__":
+    command(main)
