@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,14 +28,13 @@ from typing import Any
 import caches
 import memory_picture
 from series import REPOSITORY, Base, Problem, command, scratch, write_whole
-from virtual import SCENARIOS, SITES, environment_of
+from virtual import SCENARIOS
 
 sys.path.insert(0, str(REPOSITORY))
 from vgpu import config as vgpu_config  # noqa: E402
 
 ENGINE = Path(__file__).with_name("plan_engine.py")
 GIB = 1 << 30
-OURS = {"ours": "envelope", "official": "official"}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # How a start says that there is too little memory.
@@ -50,7 +50,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="config.json, its folder, or a name on the hub")
     parser.add_argument("--gpu", help=" ".join(cards()))
     parser.add_argument("--flags", default="", help="of vllm serve, in one string")
-    parser.add_argument("--release", default="ours", choices=OURS)
+    parser.add_argument("--release", default="ours", choices=["ours", "official"])
     parser.add_argument("--report", type=Path, help="a VLLM_STARTUP_MEMORY_REPORT")
     parser.add_argument(
         "--warm", action="store_true", help="find the compiled model of a first start"
@@ -66,21 +66,21 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
     try:
         flags = shlex.split(args.flags)
     except ValueError as error:
         raise Problem(f"--flags: {error}.") from error
     if args.model is None:
         raise Problem("MODEL=config.json or its folder is needed.")
-    with scratch(base.root / "build", "plan") as folder:
+    with scratch(args.root / "build", "plan") as folder:
         model = model_folder(args.model, folder)
         gpu = args.gpu
         if args.sweep:
             cases = list(swept(args.sweep, gpu, flags))
         else:
             cases = [("", card(gpu), flags)]
-        asked = Asked(base, OURS[args.release], model, cases[0][1], (), args.warm)
+        release = Release.find(args.root, args.base, args.release == "ours")
+        asked = Asked(release, model, cases[0][1], (), args.warm)
         plans = []
         for label, gpu, flags in cases:
             case = replace(asked, gpu=gpu, flags=tuple(flags))
@@ -95,11 +95,15 @@ def main(args: argparse.Namespace) -> None:
             print(verdict(args.sweep, cases, plans))
         elif not plans[0].fits:
             for change in changes(plans[0]):
-                tried = foresee(
-                    replace(plans[0].asked, flags=(*flags, *change)), folder, "try"
-                )
+                changed = replace(plans[0].asked, flags=(*flags, *change))
+                words = " ".join(change)
+                try:
+                    tried = foresee(changed, folder, words)
+                except Problem as problem:
+                    print(f"- {words}: {problem}", flush=True)
+                    continue
                 plans[0].tried.append(tried)
-                print(f"- {' '.join(change)}: {tried.in_short()}", flush=True)
+                print(f"- {words}: {tried.in_short()}", flush=True)
             if not any(plan.fits for plan in plans[0].tried):
                 print("None of these helps: a larger GPU, or a smaller model.")
     if args.json:
@@ -115,12 +119,44 @@ def main(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
+class Release:
+    """A vLLM that can be started."""
+
+    root: Path
+    version: str
+    ours: Path | None
+    """The folder that lies before the official one; None: official."""
+
+    @classmethod
+    def find(cls, root: Path, version: str, ours: bool) -> Release:
+        """
+        Raises:
+            Problem: it has not been made.
+        """
+        if ours:
+            folder = root / f"build/envelope-{Base.load(root, version).version}"
+        else:
+            folder = None
+        release = cls(root, version, folder)
+        if not release.python.exists() or (folder and not folder.is_dir()):
+            target = f"vgpu envelope BASE={version}" if ours else f"{release.name}/ready"
+            raise Problem(f"'make {target}' first.")
+        return release
+
+    @property
+    def name(self) -> str:
+        return f".venv-vllm-{self.version}"
+
+    @property
+    def python(self) -> Path:
+        return self.root / self.name / "bin/python"
+
+
+@dataclass(frozen=True)
 class Asked:
     """A start: which vLLM, of which model, on which card."""
 
-    base: Base
-    site: str
-    """One of SITES."""
+    release: Release
     model: str
     """A folder with config.json, or a name on the hub."""
     gpu: str
@@ -183,7 +219,7 @@ class Plan:
             "model": Path(self.asked.model).name,
             "gpu": self.asked.gpu,
             "vllm": self.result.get("version"),
-            "release": self.asked.site,
+            "release": "ours" if self.asked.release.ours else "official",
             "flags": list(self.asked.flags),
             "warm": self.asked.warm,
             "fits": self.fits,
@@ -318,13 +354,12 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     Raises:
         Problem: it ended for another reason than memory, or said nothing.
     """
-    python, ours = environment_of(asked.base)
-    assert asked.site in SITES
-    paths = [*([ours] if asked.site == "envelope" else []), REPOSITORY, SCENARIOS]
+    release = asked.release
+    paths = [*([release.ours] if release.ours else []), REPOSITORY, SCENARIOS]
     environment = caches.environment(
-        {"PYTHONPATH": ":".join(map(str, paths))} | inherited(),
+        os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         own,
-        asked.base.root / "build/kernels",
+        release.root / "build/kernels",
     )
     case = {
         "model": asked.model,
@@ -333,8 +368,8 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     }
     settings = [f"--set={key}={value}" for key, value in asked.device.items()]
     order = [
-        *(python, "-m", "vgpu", "--profile", asked.gpu, *settings, "--"),
-        *(python, ENGINE, json.dumps(case)),
+        *(release.python, "-m", "vgpu", "--profile", asked.gpu, *settings, "--"),
+        *(release.python, ENGINE, json.dumps(case)),
     ]
     with (own / "log").open("w+") as log:
         told = follow(order, environment, own, log, label or asked.gpu)
@@ -345,12 +380,6 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     if told["outcome"] != "started" and not about_memory(told):
         raise Problem(plainly(told["error"]))
     return told
-
-
-def inherited() -> dict[str, str]:
-    import os
-
-    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def follow(
@@ -456,7 +485,7 @@ def table(plan: Plan) -> str:
     title = vgpu_config.read_profile(asked.gpu)["name"]
     lines = [
         f"{Path(asked.model).name} on {title}: vLLM {result['version']} "
-        f"({'ours' if asked.site == 'envelope' else 'official'}), {runner} runner, "
+        f"({'ours' if asked.release.ours else 'official'}), {runner} runner, "
         f"{attention}, {state}",
         f"{result.get('max_model_len', 0):,} tokens a request, "
         f"{result.get('max_num_seqs')} requests and "

@@ -187,9 +187,10 @@ def watch(result: dict[str, Any]) -> None:
             yield profile
         result["activations"] = int(profile.torch_peak_increase)
         result["non_torch"] = int(profile.non_torch_increase)
-        result["peak_activations"] = int(
-            profile.after_profile.torch_peak - profile.after_profile.torch_allocated
-        )
+        after = profile.after_profile
+        held = getattr(after, "torch_allocated", None)  # not before 0.23
+        peak = profile.torch_peak_increase if held is None else after.torch_peak - held
+        result["peak_activations"] = int(peak)
 
     gpu_worker.memory_profiling = measured
     for runner in runners():

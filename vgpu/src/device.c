@@ -274,6 +274,10 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal
   p->streamPrioritiesSupported = p->memoryPoolsSupported = 1;
   p->hostRegisterSupported = p->canUseHostPointerForRegisteredMem = 1;
   p->clusterLaunch = VALUE(CLUSTER_LAUNCH);
+#if CUDART_VERSION < 13000
+  p->clockRate = d->clock_khz;
+  p->memoryClockRate = d->memory_clock_khz;
+#endif
 #undef VALUE
   return cudaSuccess;
 }
