@@ -1,6 +1,6 @@
-"""Replay the runs on real cards that others have published (results/real-cards) on the
-virtual device, each with its release of vLLM, and write how far what is foreseen is from
-what they logged: docs/plan-against-real-cards.md.
+"""Replay the runs on real cards that others have published (results/real-cards) on
+the virtual device, each with its release of vLLM, and write how far what is foreseen is
+from what they logged: docs/plan-against-real-cards.md.
 
 A run whose release has no environment here is replayed with the nearest that has one,
 and marked. --results keeps what each start told; it is taken from there again unless
@@ -209,9 +209,7 @@ def asked(
     if processor.is_dir():
         shutil.copytree(processor, model, dirs_exist_ok=True)
     warm = run["id"].endswith("-warm")
-    return plan.Asked(
-        release, str(model), gpu, tuple(flags), warm, device, environment
-    )
+    return plan.Asked(release, str(model), gpu, tuple(flags), warm, device, environment)
 
 
 # ---- the page

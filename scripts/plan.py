@@ -1,5 +1,5 @@
-"""Say what a model will take of a GPU before there is one: vLLM's own engine starts, with
-dummy weights, on a virtual card.
+"""Say what a model will take of a GPU before there is one: vLLM's own engine starts,
+with dummy weights, on a virtual card.
 
 Prints a table: weights, activations, what is outside of PyTorch, CUDA graphs, the KV
 cache in bytes and tokens, and how many requests of full length it holds at once. If it
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,53 +66,73 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    try:
-        flags = shlex.split(args.flags)
-    except ValueError as error:
-        raise Problem(f"--flags: {error}.") from error
-    if args.model is None:
-        raise Problem("MODEL=config.json or its folder is needed.")
     with scratch(args.root / "build", "plan") as folder:
-        model = model_folder(args.model, folder)
-        gpu = args.gpu
-        if args.sweep:
-            cases = list(swept(args.sweep, gpu, flags))
+        if args.report:
+            plans = [foresee_again(args, folder)]
+        elif args.sweep:
+            plans = sweep(args, folder)
         else:
-            cases = [("", card(gpu), flags)]
-        release = Release.find(args.root, args.base, args.release == "ours")
-        asked = Asked(release, model, cases[0][1], (), args.warm)
-        plans = []
-        for label, gpu, flags in cases:
-            case = replace(asked, gpu=gpu, flags=tuple(flags))
-            plans.append(foresee(case, folder, label))
-            if not args.sweep:
-                print(table(plans[0]))
-            elif len(plans) == 1:
-                print(SWEPT_HEAD)
-            if args.sweep:
-                print(swept_row(label, plans[-1]), flush=True)
-        if args.sweep:
-            print(verdict(args.sweep, cases, plans))
-        elif not plans[0].fits:
-            for change in changes(plans[0]):
-                changed = replace(plans[0].asked, flags=(*flags, *change))
-                words = " ".join(change)
-                try:
-                    tried = foresee(changed, folder, words)
-                except Problem as problem:
-                    print(f"- {words}: {problem}", flush=True)
-                    continue
-                plans[0].tried.append(tried)
-                print(f"- {words}: {tried.in_short()}", flush=True)
-            if not any(plan.fits for plan in plans[0].tried):
-                print("None of these helps: a larger GPU, or a smaller model.")
+            plans = [foresee_with_changes(args, folder)]
     if args.json:
         told = [plan.as_dict() for plan in plans]
-        write_whole(args.json, json.dumps(told if args.sweep else told[0], indent=1))
+        whole = told if args.sweep else told[0]
+        write_whole(args.json, json.dumps(whole, indent=1) + "\n")
     if args.svg:
-        if not plans[0].fits:
+        drawn = next((plan for plan in plans if plan.fits), None)
+        if drawn is None:
             raise Problem("--svg: there is nothing to draw, as it does not fit.")
-        write_whole(args.svg, memory_picture.picture(plans[0].report()))
+        write_whole(args.svg, memory_picture.picture(drawn.report()))
+
+
+def foresee_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
+    """One start; where it does not fit, one more for each change that may help."""
+    plan = foresee(asked(args, folder), folder)
+    print(table(plan), flush=True)
+    if plan.fits:
+        return plan
+    for change in changes(plan):
+        words = " ".join(change)
+        changed = replace(plan.asked, flags=(*plan.asked.flags, *change))
+        try:
+            tried = foresee(changed, folder, words)
+        except Problem as problem:
+            print(f"- {words}: {problem}", flush=True)
+            continue
+        plan.tried.append(tried)
+        print(f"- {words}: {tried.in_short()}", flush=True)
+    if not any(tried.fits for tried in plan.tried):
+        print("None of these helps: a larger GPU, or a smaller model.")
+    return plan
+
+
+def sweep(args: argparse.Namespace, folder: Path) -> list[Plan]:
+    base = asked(args, folder)
+    cases = list(swept(args.sweep, base))
+    print(SWEPT_HEAD)
+    plans = []
+    for label, case in cases:
+        plans.append(foresee(case, folder, label))
+        print(swept_row(label, plans[-1]), flush=True)
+    print(verdict(args.sweep, [label for label, _ in cases], plans))
+    return plans
+
+
+def foresee_again(args: argparse.Namespace, folder: Path) -> Plan:
+    """The start that a report is of, beside what it says."""
+    try:
+        report = json.loads(args.report.read_text())
+        again = asked_by(report, args, folder)
+    except OSError as error:
+        raise Problem(f"{args.report}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise Problem(
+            f"{args.report}: a report as VLLM_STARTUP_MEMORY_REPORT writes it, with "
+            f"what started, is wanted; {error!r}."
+        ) from error
+    plan = foresee(again, folder)
+    print(table(plan))
+    print(beside(plan, report))
+    return plan
 
 
 # ---- what is asked
@@ -139,7 +159,9 @@ class Release:
             folder = None
         release = cls(root, version, folder)
         if not release.python.exists() or (folder and not folder.is_dir()):
-            target = f"vgpu envelope BASE={version}" if ours else f"{release.name}/ready"
+            target = (
+                f"vgpu envelope BASE={version}" if ours else f"{release.name}/ready"
+            )
             raise Problem(f"'make {target}' first.")
         return release
 
@@ -159,13 +181,91 @@ class Asked:
     release: Release
     model: str
     """A folder with config.json, or a name on the hub."""
-    gpu: str
-    """A profile of the virtual device."""
+    gpu: str | None
+    """A profile of the virtual device; None: `device` has all."""
     flags: tuple[str, ...]
     warm: bool = False
     device: Mapping[str, object] = field(default_factory=dict)
     """Settings of the virtual device over the profile's."""
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def card(self) -> str:
+        own = self.device.get("name")
+        profile = vgpu_config.read_profile(self.gpu) if self.gpu else {}
+        return str(own or profile["name"])
+
+
+def asked(args: argparse.Namespace, folder: Path) -> Asked:
+    """What the command line asks for.
+
+    Raises:
+        Problem: something is missing, or cannot be read.
+    """
+    if args.model is None:
+        raise Problem("MODEL=config.json or its folder is needed.")
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise Problem(f"--flags: {error}.") from error
+    over_cards = (args.sweep or "").startswith("gpu=")
+    gpu = None if over_cards else card(args.gpu)
+    model = model_folder(args.model, folder)
+    release = Release.find(args.root, args.base, args.release == "ours")
+    return Asked(release, model, gpu, tuple(flags), args.warm)
+
+
+def asked_by(report: Any, args: argparse.Namespace, folder: Path) -> Asked:
+    """What a report says that was started, on the card that it was started on.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such report.
+        Problem: there is no such release here.
+    """
+    start, options = report["start"], dict(report["start"]["options"])
+    version, _, ours = start["vllm"].partition("+")
+    release = Release.find(args.root, version, ours.startswith("envelope"))
+    if "gpu_memory_limit_bytes" in options:
+        options.pop("gpu_memory_utilization", None)
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            flags.append(f"--{flag}")
+        elif value is False:
+            flags += [f"--no-{flag}"] if name == "enable_prefix_caching" else []
+        else:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{flag}", *map(str, values)]
+    model = folder / "reported"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(start["model"]))
+    model_folder(str(model), folder)
+    return Asked(
+        release, str(model), None, tuple(flags), args.warm, device_of(report),
+        start["environment"],
+    )  # fmt: skip
+
+
+def device_of(report: Mapping[str, Any]) -> dict[str, object]:
+    """Settings of a virtual device that tells what the report's card told."""
+    totals = {source["source"]: source["total"] for source in report["sources"]}
+    known = [total for total in totals.values() if total]
+    torch_sources = [totals.get("mem_get_info"), totals.get("device properties")]
+    memory = max((t for t in torch_sources if t), default=max(known))
+    held, free, total = (report[key] for key in ("held_before", "free_before", "total"))
+    graphs = report["cuda_graphs"] or 0
+    settings = {
+        "memory": memory,
+        "meminfo_total": totals.get("mem_get_info"),
+        "properties_total": totals.get("device properties"),
+        "nvml_total": totals.get("NVML"),
+        "context": held,
+        "other": max(0, total - free - held),
+        # How many there were is not told: the first takes what the driver took.
+        "first_graph": graphs - (report["cuda_graphs_torch"] or 0),
+    } | dict(report["card"])
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 @dataclass
@@ -195,7 +295,7 @@ class Plan:
         """In the form that memory_picture.py draws."""
         result = self.result
         return dict(result.get("report") or {}) | {
-            "device": vgpu_config.read_profile(self.asked.gpu)["name"],
+            "device": self.asked.card,
             "total": result["total"],
             "free_before": result["free"],
             "held_before": result["non_torch_before"],
@@ -217,7 +317,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         return {
             "model": Path(self.asked.model).name,
-            "gpu": self.asked.gpu,
+            "gpu": self.asked.gpu or self.asked.card,
             "vllm": self.result.get("version"),
             "release": "ours" if self.asked.release.ours else "official",
             "flags": list(self.asked.flags),
@@ -289,10 +389,8 @@ def number(text: str) -> int:
     return int(match[1]) * NUMBERS[match[2]]
 
 
-def swept(
-    sweep: str, gpu: str | None, flags: list[str]
-) -> Iterator[tuple[str, str, list[str]]]:
-    """Label, card and flags of each start.
+def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
+    """Label and start of each value.
 
     Raises:
         Problem: the sweep cannot be read.
@@ -300,13 +398,14 @@ def swept(
     name, _, values = sweep.partition("=")
     name = name.strip().removeprefix("--")
     if not values:
-        raise Problem(f"--sweep {sweep}: write max-model-len=8k..128k or gpu=l40s,h100.")
+        raise Problem(
+            f"--sweep {sweep}: write max-model-len=8k..128k or gpu=l40s,h100."
+        )
     if name == "gpu":
         chosen = cards() if values == "all" else [card(v) for v in values.split(",")]
         for each in sorted(chosen, key=memory_of):
-            yield each, each, flags
+            yield each, replace(base, gpu=each)
         return
-    chosen_card = card(gpu)
     if ".." in values:
         first, last = (number(end) for end in values.split("..", 1))
         if not 0 < first <= last:
@@ -322,7 +421,7 @@ def swept(
             for v in values.split(",")
         ]
     for text in texts:
-        yield text, chosen_card, [*flags, f"--{name}", text]
+        yield text, replace(base, flags=(*base.flags, f"--{name}", text))
 
 
 def memory_of(gpu: str) -> int:
@@ -366,13 +465,15 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
         "flags": [*asked.flags, *of_dummies(asked.model)],
         "environment": dict(asked.environment),
     }
-    settings = [f"--set={key}={value}" for key, value in asked.device.items()]
+    settings = [f"--set={key}={toml(value)}" for key, value in asked.device.items()]
+    if asked.gpu:
+        settings.append(f"--profile={asked.gpu}")
     order = [
-        *(release.python, "-m", "vgpu", "--profile", asked.gpu, *settings, "--"),
+        *(release.python, "-m", "vgpu", *settings, "--"),
         *(release.python, ENGINE, json.dumps(case)),
     ]
     with (own / "log").open("w+") as log:
-        told = follow(order, environment, own, log, label or asked.gpu)
+        told = follow(order, environment, own, log, label or asked.card)
         log.seek(0)
         said = log.read()
     if told is None:
@@ -380,6 +481,10 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     if told["outcome"] != "started" and not about_memory(told):
         raise Problem(plainly(told["error"]))
     return told
+
+
+def toml(value: object) -> str:
+    return json.dumps(value)
 
 
 def follow(
@@ -432,8 +537,10 @@ def of_dummies(model: str) -> list[str]:
 
 
 def about_memory(result: Mapping[str, Any]) -> bool:
-    return "requested" in result and bool(TOO_LITTLE.search(result["error"])) or (
-        "ree memory on device" in result["error"]
+    return (
+        "requested" in result
+        and bool(TOO_LITTLE.search(result["error"]))
+        or ("ree memory on device" in result["error"])
     )
 
 
@@ -482,9 +589,8 @@ def table(plan: Plan) -> str:
     attention = ", ".join(result.get("attention", [])) or "no attention"
     runner = "V2" if result.get("v2") else "V1"
     state = "warm" if asked.warm else "cold"
-    title = vgpu_config.read_profile(asked.gpu)["name"]
     lines = [
-        f"{Path(asked.model).name} on {title}: vLLM {result['version']} "
+        f"{Path(asked.model).name} on {asked.card}: vLLM {result['version']} "
         f"({'ours' if asked.release.ours else 'official'}), {runner} runner, "
         f"{attention}, {state}",
         f"{result.get('max_model_len', 0):,} tokens a request, "
@@ -522,18 +628,34 @@ def swept_row(label: str, plan: Plan) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def verdict(
-    sweep: str, cases: Sequence[tuple[str, str, list[str]]], plans: Sequence[Plan]
-) -> str:
-    fitting = [
-        label for (label, _, _), plan in zip(cases, plans, strict=True) if plan.fits
-    ]
+def verdict(sweep: str, labels: Sequence[str], plans: Sequence[Plan]) -> str:
+    fitting = [label for label, plan in zip(labels, plans, strict=True) if plan.fits]
     name = sweep.partition("=")[0]
     if not fitting:
-        return f"None of these fits: {why(plans[0].result)}"
+        return f"None of these fits: {why(plans[-1].result)}"
     if name == "gpu":
         return f"The smallest that fits: {fitting[0]}"
-    return f"Those that fit: {name} {fitting[0]} to {fitting[-1]}"
+    return f"Those that fit: {name} {', '.join(fitting)}"
+
+
+def beside(plan: Plan, report: Mapping[str, Any]) -> str:
+    """What the report says, beside what is foreseen."""
+    said = dict(report["in_use"]) | dict(report["set_aside"])
+    foreseen = (
+        plan.result["in_use"] | plan.set_aside()
+        if plan.fits
+        else {"weights": plan.result.get("weights")}
+    )
+    lines = ["", f"{'':<24}{'reported':>13}{'foreseen':>13}"]
+    for name, size in said.items():
+        cells = [
+            gib(size) if size is not None else "-"
+            for size in (size, foreseen.get(name))
+        ]
+        lines.append(f"{name.replace('_', ' '):<24}{cells[0]:>13}{cells[1]:>13}")
+    if report["failed_phase"]:
+        lines.append(f"It was reported as failed: {report['failed_phase']}.")
+    return "\n".join(lines)
 
 
 def changes(plan: Plan) -> Iterator[list[str]]:

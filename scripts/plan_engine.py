@@ -76,9 +76,7 @@ def start(asked: dict[str, Any], result: dict[str, Any]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    import vllm
-
-    result["version"] = vllm.__version__
+    result["version"] = importlib.import_module("vllm").__version__
     watch(result)
     count_tokens(result)
     inspect_models_here()
