@@ -10,6 +10,7 @@ and marked. --results keeps what each start told; it is taken from there again u
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -139,17 +140,32 @@ def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
     if run["gpu_count"] > 1:
         return Row(run, "", {}, f"{run['gpu_count']} GPUs: ranks are not foreseen yet")
     version = nearest(root, run["vllm_version"])
-    file = kept / f"{run['id']}@{version}.json"
-    if file.exists() and not again:
-        return Row(run, version, json.loads(file.read_text()))
     with scratch(root / "build", "bench-plan") as folder:
         release = plan.Release.find(root, version, ours=False)
         try:
-            done = plan.foresee(asked(run, root, release, folder), folder, run["id"])
+            start = asked(run, root, release, folder)
+            file = kept / f"{digest(start)}.json"
+            if file.exists() and not again:
+                return Row(run, version, json.loads(file.read_text()))
+            done = plan.foresee(start, folder, run["id"])
         except Problem as problem:
             return Row(run, version, {}, str(problem).splitlines()[0][:300])
     write_whole(file, json.dumps(done.result, indent=1) + "\n")
     return Row(run, version, done.result)
+
+
+def digest(start: plan.Asked) -> str:
+    """The same for what starts alike."""
+    parts = [
+        start.release.version,
+        plan.profile_of(start.gpu),
+        str(sorted(start.device.items())),
+        str(sorted(start.environment.items())),
+        str(start.flags),
+        str(start.warm),
+    ]
+    parts += [file.read_text() for file in sorted(Path(start.model).iterdir())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def nearest(root: Path, version: str) -> str:

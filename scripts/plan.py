@@ -424,6 +424,10 @@ def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
         yield text, replace(base, flags=(*base.flags, f"--{name}", text))
 
 
+def profile_of(gpu: str | None) -> str:
+    return (vgpu_config.PROFILES / f"{gpu}.toml").read_text() if gpu else ""
+
+
 def memory_of(gpu: str) -> int:
     return vgpu_config.parse_size(vgpu_config.read_profile(gpu)["memory"])
 

@@ -153,8 +153,20 @@ def watch(result: dict[str, Any]) -> None:
         result["weights"] = int(worker.model_runner.model_memory_usage)
         result["attention"] = backends(worker)
 
+    profiles: list[Any] = []
+
     def profiled(worker: Any, available: Any) -> None:
         result["kv_available"] = int(available)
+        for profile in profiles[:1]:  # none with --kv-cache-memory-bytes
+            # The worker may have corrected it since it was measured.
+            result["activations"] = int(profile.torch_peak_increase)
+            result["non_torch"] = int(profile.non_torch_increase)
+            after = profile.after_profile
+            held = getattr(after, "torch_allocated", None)  # not before 0.23
+            peak = result["activations"]
+            if held is not None:
+                peak = after.torch_peak - held
+            result["peak_activations"] = int(peak)
         result["graphs_estimated"] = int(
             getattr(worker, "cudagraph_memory_estimate", 0)
         )
@@ -182,13 +194,8 @@ def watch(result: dict[str, Any]) -> None:
     @contextlib.contextmanager
     def measured(*args: Any, **options: Any) -> Iterator[Any]:
         with profiling(*args, **options) as profile:
+            profiles.append(profile)
             yield profile
-        result["activations"] = int(profile.torch_peak_increase)
-        result["non_torch"] = int(profile.non_torch_increase)
-        after = profile.after_profile
-        held = getattr(after, "torch_allocated", None)  # not before 0.23
-        peak = profile.torch_peak_increase if held is None else after.torch_peak - held
-        result["peak_activations"] = int(peak)
 
     gpu_worker.memory_profiling = measured
     for runner in runners():

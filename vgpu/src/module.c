@@ -396,8 +396,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes* a,
   __typeof__(registered) known = registered_kernel(function);
   const void* image = known ? known->image : NULL;
   pthread_mutex_unlock(&registered_lock);
-  a->ptxVersion = a->binaryVersion = image_architecture(
-      image, function_attribute(CU_FUNC_ATTRIBUTE_BINARY_VERSION));
+  a->ptxVersion = a->binaryVersion =
+      image_architecture(image, function_attribute(CU_FUNC_ATTRIBUTE_BINARY_VERSION));
   a->maxDynamicSharedSizeBytes = 49152;
   return cudaSuccess;
 }
