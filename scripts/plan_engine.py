@@ -94,15 +94,14 @@ def parse(flags: list[str]) -> Any:
     Raises:
         ValueError: it refuses them.
     """
-    try:
-        cli = importlib.import_module("vllm.entrypoints.common.cli_args")
-    except ModuleNotFoundError:  # before 0.30
-        cli = importlib.import_module("vllm.entrypoints.openai.cli_args")
-    try:
-        parsers = importlib.import_module("vllm.utils.argparse_utils")
-    except ModuleNotFoundError:
-        parsers = importlib.import_module("vllm.utils")
-    parser = cli.make_arg_parser(parsers.FlexibleArgumentParser(prog="vllm serve"))
+    # It has moved about.
+    for place in "common", "launchers", "openai":
+        with contextlib.suppress(ModuleNotFoundError):
+            cli = importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
+            break
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = cli.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
