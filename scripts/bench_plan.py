@@ -200,9 +200,13 @@ def asked(
     if gpu is None:
         raise Problem(f"{run['gpu']}: no profile is known.")
     device: dict[str, object] = {}
-    if "16 GB" in run["gpu"]:
+    if "16 GB" in run["gpu"]:  # no card's profile: what the run itself tells
         total, free = run["gpu_total_gib"], run["gpu_free_at_start_gib"]
-        device = {"memory": f"{total}GiB", "context": f"{total - free:.2f}GiB"}
+        device = {
+            "memory": f"{total}GiB",
+            "context": f"{total - free:.2f}GiB",
+            "cublas_handle": f"{run['non_torch_increase_gib']}GiB",
+        }
     flags = []
     for key, flag in FLAGS.items():
         if key in run:
@@ -219,7 +223,7 @@ def asked(
     model = folder / run["model"].replace("/", "--")
     model.mkdir()
     config = json.loads((root / DATA / run["config_file"]).read_text())
-    config |= run.get("config_added", {})
+    merge(config, run.get("config_added", {}))
     (model / "config.json").write_text(json.dumps(config))
     processor = root / DATA / "processors" / config["model_type"]
     if processor.is_dir():
@@ -228,22 +232,30 @@ def asked(
     return plan.Asked(release, str(model), gpu, tuple(flags), warm, device, environment)
 
 
+def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
+    for key, value in added.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merge(config[key], value)
+        else:
+            config[key] = value
+
+
 # ---- the page
 
 
 INTRODUCTION = """\
 # What is foreseen, against real cards
 
-Others have published what vLLM logged of its memory on real cards: 33 runs, with their
-sources, in `results/real-cards/runs.toml`. `make bench-plan` replays them: vLLM's own
-engine of that release starts, with dummy weights, on the virtual device with that card's
-profile. The second figure of each cell is theirs, the first is foreseen; nothing of ours
-has run on a card.
+Others have published what vLLM logged of its memory on real cards: 33 runs, with
+their sources, in `results/real-cards/runs.toml`. `make bench-plan` replays them: vLLM's
+own engine of that release starts, with dummy weights, on the virtual device with that
+card's profile. The second figure of each cell is theirs, the first is foreseen; nothing
+of ours has run on a card.
 
 For comparison: llm-d-planner, the best public planner that we know (formulas with a
-constant for each architecture), is off by 7.8 % on average and 62 % at worst in KV cache
-memory on runs of this kind, and by 213 % in activations (llm-d-incubation/llm-d-planner
-#205, which most of these runs come from).
+constant for each architecture), is off by 7.8 % on average and 62 % at worst in KV
+cache memory on runs of this kind, and by 213 % in activations
+(llm-d-incubation/llm-d-planner #205, which most of these runs come from).
 """
 
 

@@ -425,7 +425,7 @@ def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
 
 
 def profile_of(gpu: str | None) -> str:
-    return (vgpu_config.PROFILES / f"{gpu}.toml").read_text() if gpu else ""
+    return str(vgpu_config.read_profile(gpu)) if gpu else ""
 
 
 def memory_of(gpu: str) -> int:

@@ -81,6 +81,7 @@ def start(asked: dict[str, Any], result: dict[str, Any]) -> None:
     count_tokens(result)
     inspect_models_here()
     sample_without_kernels()
+    index_chunks_on_host()
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
@@ -287,6 +288,25 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def index_chunks_on_host() -> None:
+    """Gated delta nets make lists on the host of lengths that a kernel computed, which
+    here does nothing: they are computed on the host."""
+    for place in "third_party.flash_linear_attention", "model_executor.layers.fla":
+        with contextlib.suppress(ModuleNotFoundError):
+            index = importlib.import_module(f"vllm.{place}.ops.index")
+            break
+    else:
+        return
+    prepare = index.prepare_chunk_indices
+
+    def exact(cu_seqlens: Any, chunk_size: int) -> Any:
+        return prepare(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
+            vars(module)[prepare.__name__] = exact
 
 
 def sample_without_kernels() -> None:
