@@ -10,7 +10,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics lint bench bench-load \
-  bench-start bench-release bench-first-start bench-suggestion bench-fragmentation gpu calibrate bundle results-page
+  bench-start bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -89,6 +89,17 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench_fragmentation)
+
+plan: .venv/ready  ## MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
+	@$(call RUN,plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
+	  $(if $(FLAGS),--flags='$(FLAGS)') $(if $(RELEASE),--release $(RELEASE)) \
+	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
+	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
+	  $(if $(SVG),--svg "$(SVG)")
+
+bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern AGAIN=1
+	@$(call RUN,bench_plan) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
+	  --page docs/plan-against-real-cards.md
 
 gpu: vgpu envelope  ## the suite on this machine's GPU; ONLY=pattern
 	@$(call RUN,gpu) $(if $(ONLY),--only "$(ONLY)")

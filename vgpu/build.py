@@ -76,12 +76,19 @@ def require_torch() -> None:
 
 
 def find_headers() -> Headers:
-    """The headers of the nvidia packages, else those of the Triton wheel."""
+    """The headers of the nvidia packages (from CUDA 13 on in one folder, before in one
+    each), else those of the Triton wheel."""
     site = site_packages()
     triton = site / "triton" / "backends" / "nvidia" / "include"
+    runtime = site / "nvidia" / "cuda_runtime" / "include"
+    each = sorted(p for p in site.glob("nvidia/*/include") if p != runtime)
     nvidia = sorted(site.glob("nvidia/cu[0-9]*/include"), reverse=True)
-    for cuda in (*nvidia, triton):
-        folders = [cuda, *(p for p in (*nvidia, triton) if p != cuda and p.is_dir())]
+    for cuda, others in (
+        *((folder, [*nvidia, triton]) for folder in nvidia),
+        (runtime, [*each, triton]),
+        (triton, [*nvidia, triton]),
+    ):
+        folders = [cuda, *(p for p in others if p != cuda and p.is_dir())]
         complete = (cuda / "cuda.h").exists() and (cuda / "cuda_runtime_api.h").exists()
         if complete and any((f / "crt" / "host_defines.h").exists() for f in folders):
             if not any((f / "cublasLt.h").exists() for f in folders):
@@ -92,7 +99,7 @@ def find_headers() -> Headers:
             return Headers(cuda, (*folders, nccl))
     raise VgpuError(
         "no CUDA headers: looked for cuda.h, cuda_runtime_api.h, crt/ and cublasLt.h "
-        f"in {site}/nvidia/cu*/include and {triton}; install the packages "
+        f"in {site}/nvidia/*/include and {triton}; install the packages "
         "nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cublas, or triton"
     )
 

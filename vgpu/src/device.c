@@ -283,6 +283,10 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal
   p->streamPrioritiesSupported = p->memoryPoolsSupported = 1;
   p->hostRegisterSupported = p->canUseHostPointerForRegisteredMem = 1;
   p->clusterLaunch = VALUE(CLUSTER_LAUNCH);
+#if CUDART_VERSION < 13000
+  p->clockRate = d->clock_khz;
+  p->memoryClockRate = d->memory_clock_khz;
+#endif
 #undef VALUE
   return cudaSuccess;
 }
@@ -381,6 +385,8 @@ static const struct {
     {3, "cudaErrorInitializationError", "CUDA_ERROR_NOT_INITIALIZED",
      "initialization error"},
     {4, "cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
+    {98, "cudaErrorInvalidDeviceFunction", "CUDA_ERROR_UNKNOWN",
+     "invalid device function"},
     {100, "cudaErrorNoDevice", "CUDA_ERROR_NO_DEVICE",
      "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "CUDA_ERROR_INVALID_DEVICE",

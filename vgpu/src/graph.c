@@ -258,21 +258,42 @@ static CUresult capture_info(CUstream stream, int* status, unsigned long long* i
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
-                                            enum cudaStreamCaptureStatus* status,
-                                            unsigned long long* id, cudaGraph_t* graph,
-                                            const cudaGraphNode_t** dependencies,
-                                            const cudaGraphEdgeData** edges,
-                                            size_t* n) {
+#if CUDART_VERSION < 13000  // where version 2, without edges, has the plain name
+#define CAPTURE_INFO(name) name##_v3
+EXPORT cudaError_t cudaStreamGetCaptureInfo_v2(
+    cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id,
+    cudaGraph_t* graph, const cudaGraphNode_t** dependencies, size_t* n) {
+  RT_ENTER(0);
+  RT(capture_info(stream, (int*)status, id, graph, dependencies, NULL, n));
+}
+
+EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream,
+                                          CUstreamCaptureStatus* status, cuuint64_t* id,
+                                          CUgraph* graph,
+                                          const CUgraphNode** dependencies, size_t* n) {
+  DRV_ENTER(0);
+  unsigned long long capture_id = 0;
+  CUresult error =
+      capture_info(stream, (int*)status, &capture_id, graph, dependencies, NULL, n);
+  if (id) *id = capture_id;
+  return error;
+}
+#else
+#define CAPTURE_INFO(name) name
+#endif
+
+EXPORT cudaError_t CAPTURE_INFO(cudaStreamGetCaptureInfo)(
+    cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id,
+    cudaGraph_t* graph, const cudaGraphNode_t** dependencies,
+    const cudaGraphEdgeData** edges, size_t* n) {
   RT_ENTER(0);
   RT(capture_info(stream, (int*)status, id, graph, dependencies,
                   (const CUgraphEdgeData**)edges, n));
 }
 
-EXPORT CUresult cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus* status,
-                                       cuuint64_t* id, CUgraph* graph,
-                                       const CUgraphNode** dependencies,
-                                       const CUgraphEdgeData** edges, size_t* n) {
+EXPORT CUresult CAPTURE_INFO(cuStreamGetCaptureInfo)(
+    CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id, CUgraph* graph,
+    const CUgraphNode** dependencies, const CUgraphEdgeData** edges, size_t* n) {
   DRV_ENTER(0);
   unsigned long long capture_id = 0;
   CUresult error =

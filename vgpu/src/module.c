@@ -22,6 +22,7 @@ typedef struct CUfunc_st {
 static struct {
   const void* function;
   const char* name;
+  const void* image;
   uint16_t launched;
 }* registered;
 static size_t registered_count, registered_room;
@@ -49,11 +50,8 @@ static const char* registered_name(const void* function) {
   return name;
 }
 
-EXPORT void** __cudaRegisterFatBinary(void* image) {
-  (void)image;
-  static void* handle;
-  return &handle;
-}
+// The handle is the image itself: callers only give it back.
+EXPORT void** __cudaRegisterFatBinary(void* image) { return image; }
 
 EXPORT void __cudaRegisterFatBinaryEnd(void** handle) { (void)handle; }
 EXPORT void __cudaUnregisterFatBinary(void** handle) { (void)handle; }
@@ -67,7 +65,7 @@ EXPORT void __cudaRegisterFunction(void** handle, const char* function,
                                    char* device_function, const char* name,
                                    int thread_limit, void* tid, void* bid, void* block,
                                    void* grid, int* warp) {
-  (void)handle, (void)device_function, (void)thread_limit, (void)tid, (void)bid;
+  (void)device_function, (void)thread_limit, (void)tid, (void)bid;
   (void)block, (void)grid, (void)warp;
   pthread_mutex_lock(&registered_lock);
   if (registered_count == registered_room) {
@@ -76,6 +74,7 @@ EXPORT void __cudaRegisterFunction(void** handle, const char* function,
     if (!registered) abort();
   }
   registered[registered_count].function = function;
+  registered[registered_count].image = handle;
   registered[registered_count].launched = 0;
   registered[registered_count++].name = name;
   registered_sorted = false;
@@ -354,7 +353,7 @@ EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t libr
   RT(module_kernel((void**)kernel, library, name));
 }
 
-// ---- what a kernel looks like: plausible, since no image is read
+// ---- what a kernel looks like: plausible, since no code is read
 
 static int function_attribute(CUfunction_attribute attribute) {
   const DeviceConfig* d = &config.device[current_device()];
@@ -389,13 +388,16 @@ EXPORT CUresult cuKernelGetAttribute(int* value, CUfunction_attribute attribute,
 
 EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes* a,
                                          const void* function) {
-  (void)function;
   RT_ENTER(0);
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = 32;
+  pthread_mutex_lock(&registered_lock);
+  __typeof__(registered) known = registered_kernel(function);
+  const void* image = known ? known->image : NULL;
+  pthread_mutex_unlock(&registered_lock);
   a->ptxVersion = a->binaryVersion =
-      function_attribute(CU_FUNC_ATTRIBUTE_BINARY_VERSION);
+      image_architecture(image, function_attribute(CU_FUNC_ATTRIBUTE_BINARY_VERSION));
   a->maxDynamicSharedSizeBytes = 49152;
   return cudaSuccess;
 }

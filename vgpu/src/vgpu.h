@@ -328,6 +328,12 @@ CUresult kernel_launch(const void* kernel, void** arguments, void* stream);
 
 CUresult collective_do(void* batch);
 
+// ---- image.c
+
+// Of the architectures that an image (as __cudaRegisterFatBinary is given it) was
+// compiled for, the one that a card (89 for 8.9) runs; `card` if it cannot be read.
+int image_architecture(const void* image, int card);
+
 // ---- calls.c: stand-ins nobody wrote, and finding calls by name
 
 typedef enum { CALL_ERROR, CALL_IGNORED, CALL_COMPUTES } CallClass;

@@ -29,6 +29,25 @@ def test_properties_and_contents() -> None:
     assert torch.equal(data.cuda().clone().cpu(), data)
 
 
+def sorts_and_counts() -> None:
+    """CUB asks what its kernels were compiled for, and knows those architectures."""
+    import torch
+
+    data = torch.empty(100_000, device="cuda")
+    assert data.sort().values.shape == data.cumsum(0).shape == data.shape
+    torch.cuda.synchronize()
+
+
+@pytest.mark.vgpu(memory="8GiB", compute_capability="8.9")
+def test_cub_between_two_compiled_architectures() -> None:
+    sorts_and_counts()
+
+
+@pytest.mark.vgpu(memory="8GiB", compute_capability="12.1")
+def test_cub_above_all_compiled_architectures() -> None:
+    sorts_and_counts()
+
+
 @pytest.mark.vgpu(memory="8GiB", meminfo_total="4GiB", properties_total="6GiB")
 def test_sources_may_disagree() -> None:
     import torch

@@ -1,0 +1,123 @@
+"""make plan: vLLM's own engine on a virtual card, as a command."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, run
+from models import MODELS
+
+MODEL = MODELS["dense"]
+# Embedding, head, the last norm and the layers' tensors, in elements of two bytes.
+LAYER = 512 * (512 + 2 * 256) + 512 * 512 + 3 * 512 * 1408 + 2 * 512
+WEIGHTS = 2 * (2 * 32000 * 512 + 4 * LAYER + 512)
+FLAGS = "--max-model-len 2048 --max-num-seqs 16 --enforce-eager"
+
+
+def plan(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts/plan.py", *arguments],
+        capture_output=True, text=True, cwd=tmp_path, timeout=500,
+    )  # fmt: skip
+
+
+def model(tmp_path: Path, **changed: Any) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(MODEL | changed))
+    return str(path)
+
+
+def foreseen(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """What it writes, and what it prints."""
+    done = plan(tmp_path, *arguments, "--json", "plan.json", "--svg", "plan.svg")
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    return told, done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("release", ["official", "ours"])
+def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
+    told, said = foreseen(
+        tmp_path, "--model", model(tmp_path), "--gpu", "RTX 4090", "--flags", FLAGS,
+        "--release", release,
+    )  # fmt: skip
+    result = told["result"]
+    assert told["fits"] and told["release"] == release and told["gpu"] == "rtx4090"
+    assert "It fits: " in said and f"{result['kv_tokens']:,} tokens" in said
+    assert result["max_num_batched_tokens"] == 2048  # that of `vllm serve`
+    # PyTorch's segments of the weights, which it rounds to 2 MiB.
+    assert WEIGHTS <= result["weights"] < WEIGHTS + (8 << 20)
+    assert result["kv_tokens"] == result["blocks"] * 16
+    assert result["kv_cache"] == result["blocks"] * 16 * 4 * 2 * 2 * 128 * 2
+    assert result["requested"] == math.ceil(result["total"] * 0.92)
+    used = sum(result["in_use"].values()) + sum(result["set_aside"].values())
+    assert used + result["left"] == result["requested"]
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.full
+def test_changes_that_make_it_fit_are_tried(tmp_path: Path) -> None:
+    # 128 layers of 8 KiB a token: 32 GiB for one request.
+    long = {"max_position_embeddings": 1 << 17, "num_hidden_layers": 128}
+    done = plan(
+        tmp_path, "--model", model(tmp_path, **long), "--gpu", "rtx4090", "--release",
+        "official", "--flags", "--max-num-seqs 16 --enforce-eager "
+        "--gpu-memory-utilization 0.97 --kv-cache-dtype auto --quantization fp8",
+        "--json", "plan.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "plan.json").read_text())
+    assert not told["fits"] and "It does not fit: To serve at least one" in done.stdout
+    (tried,) = told["tried"]
+    assert tried["fits"] and tried["result"]["concurrency"] >= 1
+    length = tried["flags"][-1]
+    assert tried["flags"][-2] == "--max-model-len"
+    assert f"- --max-model-len {length}: fits: " in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changed", "flags", "expected"),
+    [
+        ({}, "--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
+        ({"model_type": "unheard-of"}, "", "model type `unheard-of`"),
+        ({}, "--tensor-parallel-size 2", "one rank is foreseen, not several"),
+    ],
+)
+def test_what_vllm_refuses_is_one_line(
+    changed: dict[str, Any], flags: str, expected: str, tmp_path: Path
+) -> None:
+    done = plan(
+        tmp_path, "--model", model(tmp_path, **changed), "--gpu", "h100", "--release",
+        "official", f"--flags={flags}",
+    )  # fmt: skip
+    assert done.returncode == 1
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("error: vLLM refuses to start: ") and expected in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_reported_start_is_started_again(tmp_path: Path) -> None:
+    """On a slice whose sources disagree, beside another process."""
+    device = {"memory": "6GiB", "nvml_total": "16GiB", "context": "300MiB"}
+    device |= {"name": "A Slice", "compute_capability": "8.6", "other": "1GiB"}
+    case = {"model": "dense", "v2": True, "report": True}
+    started = run("start", case, vllm="envelope", device=device, folder=tmp_path)
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(started["report"]))
+    assert str(tmp_path) not in file.read_text()
+    told, said = foreseen(tmp_path, "--report", str(file))
+    assert told["result"]["blocks"] == started["blocks"]
+    again = told["result"]["report"]
+    for key in "sources", "total", "free_before", "held_before", "requested", "card":
+        assert again[key] == started["report"][key], key
+    assert again["in_use"] == started["report"]["in_use"]
+    assert "A Slice" in said and "reported" in said
