@@ -299,14 +299,15 @@ def index_chunks_on_host() -> None:
             break
     else:
         return
-    prepare = index.prepare_chunk_indices
+    name_of = "prepare_chunk_indices"
+    prepare = getattr(index, name_of)
 
     def exact(cu_seqlens: Any, chunk_size: int) -> Any:
         return prepare(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
-            vars(module)[prepare.__name__] = exact
+        if name.startswith("vllm.") and vars(module).get(name_of) is prepare:
+            vars(module)[name_of] = exact
 
 
 def sample_without_kernels() -> None:
