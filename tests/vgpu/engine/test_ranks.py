@@ -19,13 +19,19 @@ SECONDS = 10  # in which all processes of an engine end
 
 
 def ranks(
-    cases: list[dict[str, Any]], vllm: str, folder: Path, devices: int = 2, **more: Any
+    cases: list[dict[str, Any]],
+    vllm: str,
+    folder: Path,
+    devices: int = 2,
+    second: str = "",
 ) -> dict[str, Any]:
-    """Results of the scenario: "every", and what was logged."""
-    device = {"memory": "4GiB", "devices": devices} | more
-    return run(
-        "ranks", cases, vllm=vllm, device=device, hooks=HOOKS, folder=folder
-    )  # fmt: skip
+    """Results of the scenario: "every", and what was logged.
+
+    `second` is the configuration of the second device, where it differs.
+    """
+    device = {"memory": "4GiB", "devices": devices}
+    tables = HOOKS + (f"\n[device.1]\n{second}\n" if second else "")
+    return run("ranks", cases, vllm=vllm, device=device, hooks=tables, folder=folder)
 
 
 STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] = {
@@ -147,3 +153,43 @@ def test_the_release_hangs(tmp_path: Path) -> None:
     result = ranks([case], "official", tmp_path)
     assert result["outcome"] == "hangs"
     assert "rank 1 fails in determine_available_memory" in result["stdout"]
+
+
+def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
+    """On devices of different size; the reports say what a rank loses to that."""
+    cases = [{"llm": llm, "report": True} for llm in (TP2, PP2)]
+    results = ranks(cases, "envelope", tmp_path, second='memory = "3GiB"')["every"]
+    for engine in results:
+        assert engine["outcome"] == "started", engine
+        large, small = engine["ranks"]
+        assert (large["requested"], small["requested"]) == (2 * GIB, 3 * GIB // 2)
+        assert large["peak"] - large["before"] <= large["requested"]
+        assert small["peak"] - small["before"] <= small["requested"]
+        reports = [engine["reports"][f"report.json.rank{r}"] for r in (0, 1)]
+        for rank, report in zip(engine["ranks"], reports, strict=True):
+            assert report["kv_cache_blocks"] == engine["blocks"]
+            block = report["kv_cache_block"]
+            fit = rank["kv"] // block
+            assert report["lost_to_other_ranks"] == (fit - engine["blocks"]) * block
+        assert reports[0]["lost_to_other_ranks"] > 400 * MIB
+        assert reports[1]["lost_to_other_ranks"] == 0
+        # The allocation of the KV cache is rounded up.
+        assert reports[0]["left"] >= reports[0]["lost_to_other_ranks"] - 2 * MIB
+
+
+def test_refused_on_one_slice(tmp_path: Path) -> None:
+    """A limit that one slice has not, and a co-tenant that leaves too little on one."""
+    limit = TP2 | {"gpu_memory_limit_bytes": 7 * GIB // 2}
+    cases = [
+        {"engine_process": True, "llm": limit},
+        {"engine_process": True, "llm": TP2, "held": [0, 2 * GIB]},
+    ]
+    result = ranks(cases, "envelope", tmp_path, second='memory = "3GiB"')
+    for engine in result["every"]:
+        assert engine["outcome"] == "RuntimeError" and not engine["left"], engine
+    reasons = ("gpu_memory_limit_bytes .* is more than device cuda:1", "Free memory on")
+    for reason in reasons:
+        worker = r"\(Worker\w* pid=\d+\) ERROR .*ValueError: "
+        assert len(re.findall(worker + reason, result["stdout"])) == 1
+        told = rf"Exception: .*Worker rank 1 failed with 'ValueError: {reason}"
+        assert re.search(told, result["stdout"])

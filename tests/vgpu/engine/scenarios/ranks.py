@@ -173,7 +173,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     if tokens := case["generate"]:
         result["tokens"] = start.generate(llm, tokens)
     result["reports"] = {
-        file.name: json.loads(file.read_text()) for file in folder.glob("report*.json")
+        file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
     }
     llm.llm_engine.engine_core.shutdown()
 
