@@ -147,6 +147,27 @@ def test_all_end_when_one_dies(tmp_path: Path) -> None:
     assert len(set(re.findall(told, result["stdout"]))) == len(cases)
 
 
+def test_the_caller_is_told_the_rank(tmp_path: Path) -> None:
+    """Where the engine is in the caller's process, which has what it raises."""
+    phases = ("load_model", "determine_available_memory", "execute_model")
+    cases = [failing(1, phase, "raise", engine_process=False) for phase in phases]
+    results = ranks(cases, "envelope", tmp_path)["every"]
+    for phase, result in zip(phases, results, strict=True):
+        assert re.search(rf"Worker rank 1 failed .*rank 1 .* {phase}", result["error"])
+        assert result["failed_after"] <= SECONDS
+        assert not result["left"]
+
+
+@full
+def test_engines_that_share_experts_end_together(tmp_path: Path) -> None:
+    """As when serving: one of two data parallel engines fails."""
+    phases = ("load_model", "determine_available_memory")
+    llm = EXPERTS | {"data_parallel_size": 2}
+    cases = [failing(1, p, "raise", llm, model="moe", serve=True) for p in phases]
+    for result in ranks(cases, "envelope", tmp_path)["every"]:
+        check_ended(result)
+
+
 def test_the_release_hangs(tmp_path: Path) -> None:
     """The failure of rank 1 lies behind the silence of rank 0."""
     case = failing(1, "determine_available_memory", "raise", patience=20)

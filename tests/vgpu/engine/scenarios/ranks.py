@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "patience": 120,  # seconds after which what has not ended "hangs"
     "executor": "mp",
     "engine_process": False,  # the engine core is a process, as when serving
+    "serve": False,  # the engine is one that serves; it does not generate
     "environment": {},
     "llm": {},  # further arguments of LLM
 }
@@ -159,10 +160,12 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         arguments["compilation_config"] = start.GRAPHS | mode
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as written:
-        llm = LLM(
-            models.write(case["model"], Path(written)),
-            **(start.ENGINE | arguments | case["llm"]),
-        )
+        arguments = start.ENGINE | arguments | case["llm"]
+        arguments["model"] = models.write(case["model"], Path(written))
+        if case["serve"]:
+            serve(arguments)
+            return
+        llm = LLM(**arguments)
     result["seconds"] = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
     result |= {
@@ -176,6 +179,13 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
     }
     llm.llm_engine.engine_core.shutdown()
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)).shutdown()
 
 
 def tell(worker: Any) -> dict[str, Any]:
@@ -219,7 +229,9 @@ def fail(when: Path, rank: int, phase: str, how: str) -> None:
     owner, name = PHASES.get(phase, ("Worker", phase))
 
     def at_rank(worker: Any) -> None:
-        if worker.rank != rank or when.exists():
+        config = worker.parallel_config
+        own = config.data_parallel_index * config.world_size + worker.rank
+        if own != rank or when.exists():
             return
         when.write_text(str(time.monotonic()))
         if how == "memory":
