@@ -220,7 +220,7 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     for leftover in parent.glob(f".{name}.*.partial"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=parent))
     try:
         yield path

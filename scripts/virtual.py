@@ -7,11 +7,11 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import caches
-from series import REPOSITORY, Base, Problem, scratch
+from series import REPOSITORY, Base, Problem
 
 SITES = ("official", "envelope")
 SCENARIOS = REPOSITORY / "tests/vgpu/engine/scenarios"
@@ -69,10 +69,13 @@ def each_result(
     build = base.root / "build"
     inherited = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     with (
-        scratch(build, "caches") as folder,
+        # Others may run at once: what a killed one left stays.
+        TemporaryDirectory(
+            prefix=".caches.", dir=build, ignore_cleanup_errors=True
+        ) as folder,
         TemporaryFile("w+", errors="replace") as log,
     ):
-        own = caches.environment(inherited, folder, build / "kernels")
+        own = caches.environment(inherited, Path(folder), build / "kernels")
         with subprocess.Popen(
             [python, "-m", "vgpu", *settings, "--", python, script, argument],
             cwd=build,
