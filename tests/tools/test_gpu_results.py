@@ -230,4 +230,5 @@ def test_the_profile_says_what_was_measured_and_what_not(
 
 def test_a_gpu_keeps_the_name_of_its_profile() -> None:
     assert calibrate.profile_name("NVIDIA GeForce RTX 3090") == "rtx3090"
-    assert calibrate.profile_name("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+    assert calibrate.profile_name("NVIDIA A100-SXM4-80GB") == "a100-80gb"
+    assert calibrate.profile_name("NVIDIA A30-24GB") == "a30-24gb"  # has none
