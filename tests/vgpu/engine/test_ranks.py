@@ -195,7 +195,8 @@ def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
         assert reports[0]["lost_to_other_ranks"] > 400 * MIB
         assert reports[1]["lost_to_other_ranks"] == 0
         # The allocation of the KV cache is rounded up.
-        assert reports[0]["left"] >= reports[0]["lost_to_other_ranks"] - 2 * MIB
+        # Warm-up has taken a little of it.
+    assert reports[0]["left"] >= reports[0]["lost_to_other_ranks"] - 4 * MIB
 
 
 def test_refused_on_one_slice(tmp_path: Path) -> None:
