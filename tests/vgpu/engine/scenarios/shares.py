@@ -1,7 +1,7 @@
 """What vLLM makes of the memory of each device: total, free, request, consumption.
 
 The argument is a JSON object: "cases", for each device of the run its utilization
-and, if any, its limit, what another process moves during the load;
+and, if any, its limit, what another process holds and what it moves during the load;
 "platform" names vLLM's platform class where vLLM would find none.
 """
 
@@ -60,6 +60,8 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.set_device(device)
             torch.cuda.synchronize(device)
         before = {"outside_torch": seen.bytes}
+    if case.get("held"):
+        other_process(case["held"], device)
     torch.cuda.set_device(device)
     held = torch.empty(HELD, dtype=torch.uint8, device=device)
     try:
