@@ -27,7 +27,7 @@ from typing import Any
 
 import caches
 import memory_picture
-from series import REPOSITORY, Base, Problem, command, scratch, write_whole
+from series import REPOSITORY, Base, Problem, command, write_whole
 from virtual import SCENARIOS
 
 sys.path.insert(0, str(REPOSITORY))
@@ -66,7 +66,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    with scratch(args.root / "build", "plan") as folder:
+    # Not `scratch`: another plan may be at work.
+    with tempfile.TemporaryDirectory(prefix=".plan.", dir=args.root / "build") as name:
+        folder = Path(name)
         if args.report:
             plans = [foresee_again(args, folder)]
         elif args.sweep:
