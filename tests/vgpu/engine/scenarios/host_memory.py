@@ -13,37 +13,41 @@ from typing import Any
 
 
 def main() -> None:
-    case = json.loads(sys.argv[1])
+    llm = engine(json.loads(sys.argv[1]), enable_sleep_mode=True)
+    from vgpu import control
+
+    (weights,) = llm.collective_rpc(weights_bytes)
+    before = control.pinned()
+    llm.sleep(level=1)
+    asleep = control.pinned() - before
+    llm.wake_up()
+    awake = control.pinned() - before
+    result = {"weights": weights, "asleep": asleep, "awake": awake}
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def engine(case: dict[str, Any], **arguments: Any) -> Any:
+    """Of a case's "model" with as many "layers", and a small KV cache."""
     import models
     import start
 
     start.configure(v2=True)
     from vllm import LLM
 
-    from vgpu import control
-
     models.MODELS[case["model"]]["num_hidden_layers"] = case["layers"]
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
+        return LLM(
             models.write(case["model"], Path(folder)),
             skip_tokenizer_init=True,
             load_format="dummy",
-            enable_sleep_mode=True,
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=4,
             kv_cache_memory_bytes=64 << 20,
             attention_backend="TRITON_ATTN",
             disable_log_stats=True,
+            **arguments,
         )
-        (weights,) = llm.collective_rpc(weights_bytes)
-        before = control.pinned()
-        llm.sleep(level=1)
-        asleep = control.pinned() - before
-        llm.wake_up()
-        awake = control.pinned() - before
-    result = {"weights": weights, "asleep": asleep, "awake": awake}
-    print("RESULT " + json.dumps(result), flush=True)
 
 
 def weights_bytes(worker: Any) -> int:

@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
+
+import host_memory
 
 
 def main() -> None:
     case = json.loads(sys.argv[1])
-    import models
-    import start
-
-    start.configure(v2=True)
-    from vllm import LLM
-
+    llm = host_memory.engine(case, **case["offload"])
     from vgpu import control
 
-    models.MODELS[case["model"]]["num_hidden_layers"] = case["layers"]
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            models.write(case["model"], Path(folder)),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_seqs=4,
-            kv_cache_memory_bytes=64 << 20,
-            attention_backend="TRITON_ATTN",
-            disable_log_stats=True,
-            **case["offload"],
-        )
-        (offloaded,) = llm.collective_rpc(offloaded_bytes)
+    (offloaded,) = llm.collective_rpc(offloaded_bytes)
     result = {
         "offloaded": offloaded,
         "pinned": control.pinned(),
