@@ -41,8 +41,9 @@ def _sweep(root: Path) -> None:
     for old in root.glob("vgpu-[0-9]*-*"):
         pid = old.name.split("-")[1]
         alive = Path(f"/proc/{pid}").exists() or _in_use(old / "state")
-        if not alive and old.stat().st_uid == os.getuid():
-            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another launcher sweeps too
+            if not alive and old.stat().st_uid == os.getuid():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _in_use(state: Path) -> bool:

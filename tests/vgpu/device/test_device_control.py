@@ -310,6 +310,18 @@ def test_the_next_run_removes_what_a_killed_launcher_left() -> None:
     assert not run.exists()
 
 
+def test_launchers_that_start_at_once_remove_the_same_folders(tmp_path: Path) -> None:
+    dead = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, text=True)
+    for i in range(300):
+        (tmp_path / f"vgpu-{dead.stdout.strip()}-{i}" / "sub").mkdir(parents=True)
+    text = f"from vgpu import launch; launch._sweep(launch.Path({str(tmp_path)!r}))"
+    launchers = [
+        subprocess.Popen([sys.executable, "-c", text], cwd=ROOT) for _ in range(4)
+    ]
+    assert [launcher.wait(30) for launcher in launchers] == [0] * 4
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_keeps_its_status_and_its_streams() -> None:
     done = vgpu("--", "sh", "-c", "echo out; echo err >&2; exit 7", check=False)
     assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
