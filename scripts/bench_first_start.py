@@ -156,6 +156,10 @@ def verdict(rows: list[Row]) -> Iterator[str]:
         f"{sum(less <= ALLOWED for less in fewer)} "
         f"(fewer, MiB: {', '.join(f'{less / MIB:.1f}' for less in fewer)})"
     )
+    for site in SITES:
+        peaks = (row.found[site][1] for row in rows)
+        ratios = ", ".join(f"{r['process_peak'] / r['requested']:.3f}" for r in peaks)
+        yield f"- {site}: the second takes at most of what was requested: {ratios}"
 
 
 if __name__ == "__main__":

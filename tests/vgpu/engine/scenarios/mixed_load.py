@@ -2,14 +2,14 @@
 
 The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
 with room to spare; another process then takes all but what was requested, or as much
-more or less as leaves a buffer other than the one that the KV cache left out.
+more or less as leaves a buffer other than the one that the KV cache left out. If it is
+"alone", nobody takes anything.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import sys
 import tempfile
@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     # MiB, or None: what the engine has set aside. Each load is served with one after
     # the other until it lives.
     "buffers": [None],
+    "alone": False,
     "llm": {},  # further arguments of LLM
 }
 # Prompts: short ones are as many as medium and long ones together.
@@ -49,6 +50,7 @@ def main() -> None:
 
 def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     import models
+    import torch
     from vllm import LLM
 
     from vgpu import control
@@ -67,7 +69,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["lora"]:
         start.count_on_the_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
-    fragmentation = repeat_profiling()
     llm = LLM(
         models.write(case["model"], folder / "model"),
         **(start.ENGINE | arguments | case["llm"]),
@@ -84,67 +85,24 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     for seed in case["seeds"]:
         for buffer in case["buffers"]:
             gc.collect()  # what the frames of an exception held
-            empty_cache()
+            torch.cuda.empty_cache()
             size = set_aside if buffer is None else buffer * MIB
             limit = budget + size - set_aside
-            control.other_process(control.memory() - limit)
+            if not case["alone"]:
+                control.other_process(control.memory() - limit)
             run = load(engine, random.Random(seed), case["requests"], loras, limit)
+            run["process_peak"] = control.process_peak()
             runs.append({"seed": seed, "buffer": size} | run)
             control.other_process(-control.other())
             if run["outcome"] == "served":
                 break
     return {
         "activations": worker.peak_activation_memory,
-        "fragmentation": fragmentation,
         "tokens": cache.num_gpu_blocks * cache.block_size,
         "available": int(worker.available_kv_cache_memory_bytes),
         "set_aside": set_aside,
         "runs": runs,
     }
-
-
-def repeat_profiling() -> dict[str, int]:
-    """What PyTorch reserves and does not allocate at the peak of profiling's pass,
-    under profiling's allocator settings and, once more, under those of serving."""
-    import torch
-    from vllm.v1.worker.gpu_worker import Worker
-
-    figures: dict[str, int] = {}
-    stats = torch.cuda.memory_stats
-    set_settings = torch._C._accelerator_setAllocatorSettings
-    determine_available_memory = Worker.determine_available_memory
-
-    def measure(profile_run: Any, name: str) -> None:
-        empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = unallocated(stats(), "current")
-        profile_run()
-        figures[name] = unallocated(stats(), "peak") - before
-
-    def unallocated(figures: dict[str, int], when: str) -> int:
-        reserved = figures[f"reserved_bytes.all.{when}"]
-        return reserved - figures[f"allocated_bytes.all.{when}"]
-
-    def determine(worker: Any) -> int:
-        runner = worker.model_runner
-        profile_run = runner.profile_run
-
-        def profile_and_repeat(**options: bool) -> None:
-            profile_run(**options)
-            measure(profile_run, "profiling")
-            settings = torch.cuda.memory._snapshot()["allocator_settings"]
-            set_settings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-            measure(profile_run, "serving")
-            set_settings(settings["PYTORCH_CUDA_ALLOC_CONF"])
-
-        runner.profile_run = profile_and_repeat
-        try:
-            return int(determine_available_memory(worker))
-        finally:
-            del runner.profile_run
-
-    Worker.determine_available_memory = determine
-    return figures
 
 
 def load(
@@ -159,8 +117,8 @@ def load(
 
     longest = engine.vllm_config.model_config.max_model_len - max(OUTPUTS)
     stats = torch.cuda.memory_stats
-    retries = stats()["num_alloc_retries"]
-    split = unallocated = steps = arrived = 0
+    before = stats()
+    steps = arrived = 0
     result: dict[str, Any] = {"outcome": "served"}
     try:
         while arrived < count or engine.has_unfinished_requests():
@@ -184,13 +142,8 @@ def load(
                     else None,
                 )
                 arrived += 1
-            torch.cuda.reset_peak_memory_stats()
             engine.step()
             steps += 1
-            now = stats()
-            split = max(split, now["inactive_split_bytes.all.peak"])
-            idle = now["reserved_bytes.all.peak"] - now["allocated_bytes.all.peak"]
-            unallocated = max(unallocated, idle)
     except torch.OutOfMemoryError as error:
         now = stats()
         tried, unit = str(error).split("allocate ")[1].split()[:2]
@@ -201,18 +154,12 @@ def load(
         result = {"outcome": "OOM", "error": str(error)[:200], "spare": spare}
         requests = list(engine.output_processor.request_states)
         engine.abort_request(requests, internal=True)
+    after = stats()
+    counted = {"retries": "num_alloc_retries", "segments": "num_device_alloc"}
     return result | {
         "steps": steps,
-        "retries": stats()["num_alloc_retries"] - retries,
-        "inactive split": split,
-        "unallocated": unallocated,
+        **{name: after[key] - before[key] for name, key in counted.items()},
     }
-
-
-def empty_cache() -> None:
-    import torch
-
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
