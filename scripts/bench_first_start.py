@@ -70,6 +70,7 @@ GRID = [
     Start("Qwen3-8B", "23.51GiB", 2048),
     Start("Qwen3-8B", "23.51GiB", 2048, v2=False),
     Start("Llama-3.1-8B", "44.4GiB"),
+    Start("Qwen3-14B", "79.2GiB"),
     Start("Qwen2-VL-7B", "44.4GiB"),
     Start("Qwen3-30B-A3B", "79.2GiB"),
     Start("Qwen3-Next-80B-A3B", "179GiB", more=(("gdn_prefill_backend", "triton"),)),

@@ -148,6 +148,12 @@ MODELS["Qwen3-8B"] = COMMON | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+MODELS["Qwen3-14B"] = MODELS["Qwen3-8B"] | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
 MODELS["Llama-3.1-8B"] = MODELS["llama-8b"] | {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
