@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,14 @@ def test_the_status_is_that_of_the_command(
     assert (found, error in said) == (status, True)
 
 
+def state_of(pid: int) -> str:
+    """As /proc tells it; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def test_a_late_command_ends_with_what_it_started(
     server: Server, tmp_path: Path
 ) -> None:
@@ -106,10 +115,14 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
 time.sleep(60)
 """
-    with pytest.raises(TimeoutError, match="no end after 2 s"):
-        run(server, script, tmp_path, timeout=2)
-    child = Path("/proc", (tmp_path / "out").read_text().strip(), "stat")
-    assert not child.exists() or " Z " in child.read_text()
+    with pytest.raises(TimeoutError, match="no end after 4 s"):
+        run(server, script, tmp_path, timeout=4)
+    pid = int((tmp_path / "out").read_text())
+    for _ in range(100):  # a busy machine takes a moment to end what was killed
+        if (state := state_of(pid)) in ("", "Z"):
+            break
+        time.sleep(0.1)
+    assert state in ("", "Z")
     assert run(server, "print('next')", tmp_path)[1] == "next\n"
 
 
