@@ -65,6 +65,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            bufsize=0,  # what select() waits for must not wait in a buffer
         )
         try:
             self._read(None)

@@ -126,6 +126,20 @@ time.sleep(60)
     assert run(server, "print('next')", tmp_path)[1] == "next\n"
 
 
+def test_a_command_that_has_ended_before_it_is_looked_at(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process and its status come at once, and each is an answer."""
+    read = server._read
+
+    def late(timeout: float | None) -> str:
+        time.sleep(0.5)
+        return read(timeout)
+
+    monkeypatch.setattr(server, "_read", late)
+    assert run(server, "print('done')", tmp_path, timeout=5)[:2] == (0, "done\n")
+
+
 def test_an_import_that_fails_is_shown(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text("1 / 0\n")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
