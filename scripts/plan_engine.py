@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from on_the_host import index_chunks_on_host, inspect_models_here
+
 PHASES = {
     "init_device": "device",
     "load_model": "weights",
@@ -81,7 +83,8 @@ def start(asked: dict[str, Any], result: dict[str, Any]) -> None:
     count_tokens(result)
     inspect_models_here()
     sample_without_kernels()
-    index_chunks_on_host()
+    with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
+        index_chunks_on_host()
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
@@ -281,33 +284,6 @@ def backends(worker: Any) -> list[str]:
             with contextlib.suppress(Exception):
                 found.add(layer.get_attn_backend().get_name())
     return sorted(found)
-
-
-def inspect_models_here() -> None:
-    """Not in a process that imports all of vLLM again to do it."""
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda inspect: inspect()
-
-
-def index_chunks_on_host() -> None:
-    """Gated delta nets make lists on the host of lengths that a kernel computed, which
-    here does nothing: they are computed on the host."""
-    for place in "third_party.flash_linear_attention", "model_executor.layers.fla":
-        with contextlib.suppress(ModuleNotFoundError):
-            index = importlib.import_module(f"vllm.{place}.ops.index")
-            break
-    else:
-        return
-    name_of = "prepare_chunk_indices"
-    prepare = getattr(index, name_of)
-
-    def exact(cu_seqlens: Any, chunk_size: int) -> Any:
-        return prepare(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get(name_of) is prepare:
-            vars(module)[name_of] = exact
 
 
 def sample_without_kernels() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import start
+from on_the_host import inspect_models_here
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -141,7 +142,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
 
     from vgpu import control
 
-    start.inspect_models_here()
+    inspect_models_here()
     for device, size in enumerate(case["held"]):
         control.other_process(size, device)
     note_what_is_held()

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from on_the_host import index_chunks_on_host, inspect_models_here
+
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
     "v2": True,
@@ -331,27 +333,6 @@ def record_suggestions(result: dict[str, Any]) -> None:
         return True
 
     logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
-
-
-def index_chunks_on_host() -> None:
-    """A kernel would compute what sizes these host lists: lengths of sequences."""
-    from vllm.third_party.flash_linear_attention.ops import index
-
-    prepare = index.prepare_chunk_indices
-
-    def exact(cu_seqlens: Any, chunk_size: int) -> Any:
-        return prepare(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get(prepare.__name__) is prepare:
-            vars(module)[prepare.__name__] = exact
-
-
-def inspect_models_here() -> None:
-    """Not in a process that imports all of vLLM again to do it."""
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def count_on_the_host() -> None:
