@@ -73,9 +73,10 @@ def environment(
     result = dict(os.environ if base is None else base)
     nvml = library / ("nvml-absent" if configuration.nvml_absent else "nvml")
     search = [str(library), str(nvml), result.get("LD_LIBRARY_PATH", "")]
+    # What overrides the driver's calls comes before the driver, here as elsewhere.
     preload = [
-        *(str(p) for p in sorted(library.glob("lib*.so.*"))),
         result.get("LD_PRELOAD", ""),
+        *(str(p) for p in sorted(library.glob("lib*.so.*"))),
     ]
     result["LD_LIBRARY_PATH"] = ":".join(p for p in search if p)
     result["LD_PRELOAD"] = ":".join(p for p in preload if p)

@@ -60,10 +60,13 @@ int late_stub(int index) {
   return error_code(self->late_call[index]);
 }
 
+// Not by dlsym: what overrides it would find its own calls as the driver's.
 static void* own_symbol(const char* name) {
   static void* own;
+  static void* (*find)(void*, const char*);
+  if (!find) find = (void* (*)(void*, const char*))libc_call("dlsym");
   if (!own) own = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  return own ? dlsym(own, name) : NULL;
+  return own ? find(own, name) : NULL;
 }
 
 // The newest form of a call that a program built for `version` may use.

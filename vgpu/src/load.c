@@ -9,9 +9,17 @@
 static void* (*next_dlopen)(const char*, int);
 static char own_folder[512];
 
+void* libc_call(const char* name) {
+  static const char* const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
+  void* found = NULL;
+  for (size_t i = 0; i < sizeof versions / sizeof *versions && !found; i++)
+    found = dlvsym(RTLD_NEXT, name, versions[i]);
+  return found;
+}
+
 __attribute__((constructor)) static void at_load(void) {
   Dl_info here;
-  next_dlopen = (void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen");
+  next_dlopen = (void* (*)(const char*, int))libc_call("dlopen");
   if (!dladdr(own_folder, &here) || !here.dli_fname) return;
   snprintf(own_folder, sizeof own_folder, "%s", here.dli_fname);
   char* slash = strrchr(own_folder, '/');

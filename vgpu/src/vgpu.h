@@ -334,6 +334,12 @@ CUresult collective_do(void* batch);
 // compiled for, the one that a card (89 for 8.9) runs; `card` if it cannot be read.
 int image_architecture(const void* image, int card);
 
+// ---- load.c
+
+// A call of the C library, past libraries that override it: theirs have no version.
+// (dlsym may be theirs, and to it RTLD_NEXT is what follows them: our own dlopen.)
+void* libc_call(const char* name);
+
 // ---- calls.c: stand-ins nobody wrote, and finding calls by name
 
 typedef enum { CALL_ERROR, CALL_IGNORED, CALL_COMPUTES } CallClass;
