@@ -4,6 +4,7 @@
 #include <strings.h>
 #include <unistd.h>
 
+#include "driver.h"
 #include "vgpu.h"
 
 int sticky;
@@ -50,9 +51,7 @@ static CUresult enter(const char* call, uint64_t size, bool needs_context) {
   CUresult error = usable(needs_context);
   if (error) return error;
   if (config.trace) message("%s(%lu)", call, size);
-  error = injected(call, current_device(), size);
-  if (error) return error;
-  return needs_context && !current ? context_make(current_ordinal()) : 0;
+  return injected(call, current_device(), size);
 }
 
 CUresult context_enter(void) {
@@ -65,14 +64,34 @@ cudaError_t rt_leave(cudaError_t error) {
   return error;
 }
 
+static CUresult context_use(int ordinal) {
+  CUcontext context;
+  CUresult error = driver()->cuDevicePrimaryCtxRetain(&context, ordinal);
+  if (error) return error;
+  ordinal_set = ordinal;
+  current = context;
+  return CUDA_SUCCESS;
+}
+
+// As libcudart, whose first call is cuInit: a slice begins there.
+static CUresult initialize(void) {
+  static bool initialized;
+  if (__atomic_load_n(&initialized, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
+  CUresult error = driver()->cuInit(0);
+  if (!error) __atomic_store_n(&initialized, true, __ATOMIC_RELAXED);
+  return error;
+}
+
 cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context) {
-  CUresult error = enter(call, size, needs_context);
-  if (!error && needs_context && !current) current = &contexts[ordinal_set];
+  CUresult error = initialize();
+  if (!error) error = enter(call, size, needs_context);
+  if (!error && needs_context && !current) error = context_use(ordinal_set);
   return rt_leave((cudaError_t)error);
 }
 
 CUresult drv_enter(const char* call, uint64_t size, bool needs_context) {
-  return enter(call, size, needs_context);
+  CUresult error = enter(call, size, needs_context);
+  return error || !needs_context || current ? error : context_make(current_ordinal());
 }
 
 #define RT_START(name)                              \
@@ -108,12 +127,7 @@ EXPORT cudaError_t cudaGetDevice(int* ordinal) {
 EXPORT cudaError_t cudaSetDevice(int ordinal) {
   RT_START(__func__);
   if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
-  CUresult error = context_make(ordinal);
-  if (!error) {
-    ordinal_set = ordinal;
-    current = &contexts[ordinal];
-  }
-  RT(error);
+  RT(context_use(ordinal));
 }
 
 CUresult device_wait(void) {
@@ -219,9 +233,7 @@ static int attribute_value(int attribute, int ordinal) {
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute,
                                           int ordinal) {
   RT_START(__func__);
-  if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
-  *value = attribute_value((int)attribute, ordinal);
-  return cudaSuccess;
+  RT(driver()->cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, ordinal));
 }
 
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
@@ -244,20 +256,26 @@ static void uuid_bytes(const char* text, char bytes[16]) {
   }
 }
 
+static int property(CUdevice_attribute attribute, int ordinal, CUresult* error) {
+  int value = 0;
+  if (!*error) *error = driver()->cuDeviceGetAttribute(&value, attribute, ordinal);
+  return value;
+}
+
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal) {
   RT_START(__func__);
   if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
   const DeviceConfig* d = &config.device[device_index(ordinal)];
-#define VALUE(name) attribute_value(CU_DEVICE_ATTRIBUTE_##name, ordinal)
   memset(p, 0, sizeof *p);
+  CUresult error = driver()->cuDeviceTotalMem(&p->totalGlobalMem, ordinal);
+#define VALUE(name) property(CU_DEVICE_ATTRIBUTE_##name, ordinal, &error)
   snprintf(p->name, sizeof p->name, "%s", d->name);
   uuid_bytes(d->mig_uuid[0] ? d->mig_uuid : d->uuid, p->uuid.bytes);
-  p->totalGlobalMem = d->properties_total;
-  p->major = d->major;
-  p->minor = d->minor;
-  p->multiProcessorCount = d->sm_count;
-  p->integrated = d->integrated;
-  p->pageableMemoryAccess = d->integrated;
+  p->major = VALUE(COMPUTE_CAPABILITY_MAJOR);
+  p->minor = VALUE(COMPUTE_CAPABILITY_MINOR);
+  p->multiProcessorCount = VALUE(MULTIPROCESSOR_COUNT);
+  p->integrated = VALUE(INTEGRATED);
+  p->pageableMemoryAccess = VALUE(PAGEABLE_MEMORY_ACCESS);
   p->warpSize = 32;
   p->maxThreadsPerBlock = VALUE(MAX_THREADS_PER_BLOCK);
   p->maxThreadsPerMultiProcessor = VALUE(MAX_THREADS_PER_MULTIPROCESSOR);
@@ -267,15 +285,15 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal
   p->maxGridSize[0] = VALUE(MAX_GRID_DIM_X);
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->sharedMemPerBlock = VALUE(MAX_SHARED_MEMORY_PER_BLOCK);
-  p->sharedMemPerBlockOptin = d->shared_optin;
-  p->sharedMemPerMultiprocessor = d->shared_per_sm;
+  p->sharedMemPerBlockOptin = VALUE(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+  p->sharedMemPerMultiprocessor = VALUE(MAX_SHARED_MEMORY_PER_MULTIPROCESSOR);
   p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->totalConstMem = 65536;
   p->memPitch = VALUE(MAX_PITCH);
   p->textureAlignment = 512;
-  p->l2CacheSize = (int)d->l2_bytes;
-  p->memoryBusWidth = d->bus_bits;
+  p->l2CacheSize = VALUE(L2_CACHE_SIZE);
+  p->memoryBusWidth = VALUE(GLOBAL_MEMORY_BUS_WIDTH);
   p->asyncEngineCount = 3;
   p->pciBusID = ordinal + 1;
   p->unifiedAddressing = p->canMapHostMemory = p->cooperativeLaunch = 1;
@@ -284,11 +302,11 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int ordinal
   p->hostRegisterSupported = p->canUseHostPointerForRegisteredMem = 1;
   p->clusterLaunch = VALUE(CLUSTER_LAUNCH);
 #if CUDART_VERSION < 13000
-  p->clockRate = d->clock_khz;
-  p->memoryClockRate = d->memory_clock_khz;
+  p->clockRate = VALUE(CLOCK_RATE);
+  p->memoryClockRate = VALUE(MEMORY_CLOCK_RATE);
 #endif
 #undef VALUE
-  return cudaSuccess;
+  RT(error);
 }
 
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int n, int ordinal) {
@@ -609,11 +627,11 @@ EXPORT CUresult cuGetProcAddress(const char* name, void** function, int version,
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
     const char* name, void** function, unsigned version, unsigned long long flags,
     enum cudaDriverEntryPointQueryResult* status) {
-  (void)flags;
-  *function = entry_point(name, (int)version);
+  CUresult error =
+      driver()->cuGetProcAddress(name, function, (int)version, flags, NULL);
+  if (error) *function = NULL;
   if (status)
-    *status =
-        *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    *status = error ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "driver.h"
 #include "vgpu.h"
 
 // First fit needs at most log2(largest / smallest) times the live bytes.
@@ -388,20 +389,23 @@ bool memory_is_zero(uint64_t from, uint64_t size) {
   return known;
 }
 
-// ---- runtime calls
+// ---- allocations and what is free
+
+static __thread bool asked_by_runtime;  // the cause is the program's own call
 
 EXPORT cudaError_t cudaMalloc(void** address, size_t size) {
   RT_ENTER(size);
-  CUresult error = unsafe_call();
-  if (!error)
-    error = memory_allocate(current_device(), size, __func__, (uint64_t*)address);
+  *address = NULL;
+  if (!size) RT(unsafe_call());
+  asked_by_runtime = true;
+  CUresult error = driver()->cuMemAlloc((CUdeviceptr*)address, size);
+  asked_by_runtime = false;
   RT(error);
 }
 
 EXPORT cudaError_t cudaFree(void* address) {
   RT_ENTER(0);
-  CUresult error = address ? unsafe_call() : 0;
-  RT(error ? error : memory_free((uint64_t)address));
+  RT(address ? driver()->cuMemFree((CUdeviceptr)address) : 0);
 }
 
 EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
@@ -410,7 +414,8 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   CUresult error = unsafe_call();
   if (error) return error;
   uint64_t start;
-  error = memory_allocate(current_device(), size, "cuMemAlloc", &start);
+  const char* cause = asked_by_runtime ? "cudaMalloc" : "cuMemAlloc";
+  error = memory_allocate(current_device(), size, cause, &start);
   if (!error) *address = start;
   return error;
 }
@@ -436,8 +441,7 @@ static void info(int device, size_t* free_bytes, size_t* total) {
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   RT_ENTER(0);
-  info(current_device(), free_bytes, total);
-  return cudaSuccess;
+  RT(driver()->cuMemGetInfo(free_bytes, total));
 }
 
 EXPORT CUresult cuMemGetInfo(size_t* free_bytes, size_t* total) {
@@ -508,19 +512,18 @@ static CUresult host_release(void* address, bool registered, const char* cause) 
 }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t size, unsigned flags) {
-  (void)flags;
   RT_ENTER(size);
-  RT(host_allocate(address, size, PINNED, "cudaHostAlloc"));
+  RT(driver()->cuMemHostAlloc(address, size, flags));
 }
 
 EXPORT cudaError_t cudaMallocHost(void** address, size_t size) {
   RT_ENTER(size);
-  RT(host_allocate(address, size, PINNED, "cudaHostAlloc"));
+  RT(driver()->cuMemHostAlloc(address, size, 0));
 }
 
 EXPORT cudaError_t cudaFreeHost(void* address) {
   RT_ENTER(0);
-  RT(address ? host_release(address, false, "cudaHostAlloc") : 0);
+  RT(address ? driver()->cuMemFreeHost(address) : 0);
 }
 
 EXPORT CUresult cuMemHostAlloc(void** address, size_t size, unsigned flags) {
@@ -534,10 +537,15 @@ EXPORT CUresult cuMemFreeHost(void* address) {
   return host_release(address, false, "cudaHostAlloc");
 }
 
-EXPORT cudaError_t cudaMallocManaged(void** address, size_t size, unsigned flags) {
+EXPORT CUresult cuMemAllocManaged(CUdeviceptr* address, size_t size, unsigned flags) {
   (void)flags;
+  DRV_ENTER(size);
+  return host_allocate((void**)address, size, MANAGED, "cudaMallocManaged");
+}
+
+EXPORT cudaError_t cudaMallocManaged(void** address, size_t size, unsigned flags) {
   RT_ENTER(size);
-  RT(host_allocate(address, size, MANAGED, "cudaMallocManaged"));
+  RT(driver()->cuMemAllocManaged((CUdeviceptr*)address, size, flags));
 }
 
 static CUresult host_register(void* address, size_t size) {
@@ -557,14 +565,13 @@ static CUresult host_register(void* address, size_t size) {
 }
 
 EXPORT cudaError_t cudaHostRegister(void* address, size_t size, unsigned flags) {
-  (void)flags;
   RT_ENTER(size);
-  RT(host_register(address, size));
+  RT(driver()->cuMemHostRegister(address, size, flags));
 }
 
 EXPORT cudaError_t cudaHostUnregister(void* address) {
   RT_ENTER(0);
-  RT(host_release(address, true, "cudaHostRegister"));
+  RT(driver()->cuMemHostUnregister(address));
 }
 
 EXPORT CUresult cuMemHostRegister(void* address, size_t size, unsigned flags) {
@@ -920,12 +927,13 @@ static CUresult pool_allocate(struct CUmemPoolHandle_st* pool, uint64_t size,
   return CUDA_SUCCESS;
 }
 
-static CUresult malloc_async(void** address, size_t size, CUmemoryPool pool) {
-  *address = NULL;
-  if (!size) return CUDA_SUCCESS;
+static CUresult malloc_async(CUdeviceptr* address, size_t size, CUmemoryPool pool) {
+  if (!size) return CUDA_ERROR_INVALID_VALUE;
+  uint64_t start;
   pthread_mutex_lock(&memory_lock);
-  CUresult error = pool_allocate(pool, size, (uint64_t*)address);
+  CUresult error = pool_allocate(pool, size, &start);
   pthread_mutex_unlock(&memory_lock);
+  if (!error) *address = start;
   return error;
 }
 
@@ -952,97 +960,150 @@ static CUresult free_async(uint64_t address) {
   return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t s) {
-  (void)s;
-  RT_ENTER(size);
-  RT(malloc_async(address, size, pool_of(current_ordinal())));
-}
-
-EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
+EXPORT CUresult cuMemAllocAsync(CUdeviceptr* address, size_t size, CUstream stream) {
   (void)stream;
-  RT_ENTER(0);
-  RT(free_async((uint64_t)address));
+  DRV_ENTER(size);
+  return malloc_async(address, size, pool_of(current_ordinal()));
 }
 
-EXPORT cudaError_t cudaMallocFromPoolAsync(void** address, size_t size,
-                                           cudaMemPool_t pool, cudaStream_t s) {
-  (void)s;
-  RT_ENTER(size);
-  RT(malloc_async(address, size, pool));
+EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, size_t size,
+                                        CUmemoryPool pool, CUstream stream) {
+  (void)stream;
+  DRV_ENTER(size);
+  return malloc_async(address, size, pool);
 }
 
-EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int ordinal) {
-  RT_ENTER(0);
-  if (ordinal < 0 || ordinal >= visible_devices()) RT(cudaErrorInvalidDevice);
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
+  (void)stream;
+  DRV_ENTER(0);
+  return free_async(address);
+}
+
+EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {
+  DRV_ENTER(0);
+  if (ordinal < 0 || ordinal >= visible_devices()) return CUDA_ERROR_INVALID_DEVICE;
   *pool = pool_of(ordinal);
-  return cudaSuccess;
+  return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int ordinal) {
-  return cudaDeviceGetDefaultMemPool(pool, ordinal);
+EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice ordinal) {
+  return cuDeviceGetDefaultMemPool(pool, ordinal);
 }
 
-EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep) {
-  RT_ENTER(0);
+EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
+  DRV_ENTER(0);
   pthread_mutex_lock(&memory_lock);
   pool_trim(pool, keep);
   pthread_mutex_unlock(&memory_lock);
-  return cudaSuccess;
+  return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool,
-                                           enum cudaMemPoolAttr attribute,
-                                           void* value) {
-  RT_ENTER(0);
-  switch ((int)attribute) {
-    case cudaMemPoolAttrReleaseThreshold:
+EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
+                                      void* value) {
+  DRV_ENTER(0);
+  switch (attribute) {
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
       pool->threshold = *(uint64_t*)value;
       break;
-    case cudaMemPoolAttrReservedMemHigh:
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
       pool->reserved_high = pool_reserved(pool);
       break;
-    case cudaMemPoolAttrUsedMemHigh:
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
       pool->used_high = pool->used;
       break;
     default:;  // the reuse policies: nothing here runs behind the program's back
   }
-  return cudaSuccess;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
+                                      void* value) {
+  DRV_ENTER(0);
+  switch (attribute) {
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
+      *(uint64_t*)value = pool->threshold;
+      break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
+      *(uint64_t*)value = pool_reserved(pool);
+      break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+      *(uint64_t*)value = pool->reserved_high;
+      break;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
+      *(uint64_t*)value = pool->used;
+      break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+      *(uint64_t*)value = pool->used_high;
+      break;
+    default:
+      *(int*)value = 1;
+  }
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* access,
+                                   size_t n) {
+  (void)pool;
+  (void)access;
+  (void)n;
+  DRV_ENTER(0);
+  return CUDA_SUCCESS;
+}
+
+EXPORT cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t stream) {
+  RT_ENTER(size);
+  *address = NULL;
+  RT(size ? driver()->cuMemAllocAsync((CUdeviceptr*)address, size, stream) : 0);
+}
+
+EXPORT cudaError_t cudaMallocFromPoolAsync(void** address, size_t size,
+                                           cudaMemPool_t pool, cudaStream_t stream) {
+  RT_ENTER(size);
+  *address = NULL;
+  if (!size) return cudaSuccess;
+  RT(driver()->cuMemAllocFromPoolAsync((CUdeviceptr*)address, size, pool, stream));
+}
+
+EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
+  RT_ENTER(0);
+  RT(address ? driver()->cuMemFreeAsync((CUdeviceptr)address, stream) : 0);
+}
+
+EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int ordinal) {
+  RT_ENTER(0);
+  RT(driver()->cuDeviceGetDefaultMemPool(pool, ordinal));
+}
+
+EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int ordinal) {
+  RT_ENTER(0);
+  RT(driver()->cuDeviceGetMemPool(pool, ordinal));
+}
+
+EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep) {
+  RT_ENTER(0);
+  RT(driver()->cuMemPoolTrimTo(pool, keep));
+}
+
+// The attributes and the description of access have the driver's numbers and layout.
+EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool,
+                                           enum cudaMemPoolAttr attribute,
+                                           void* value) {
+  RT_ENTER(0);
+  RT(driver()->cuMemPoolSetAttribute(pool, (CUmemPool_attribute)attribute, value));
 }
 
 EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool,
                                            enum cudaMemPoolAttr attribute,
                                            void* value) {
   RT_ENTER(0);
-  switch ((int)attribute) {
-    case cudaMemPoolAttrReleaseThreshold:
-      *(uint64_t*)value = pool->threshold;
-      break;
-    case cudaMemPoolAttrReservedMemCurrent:
-      *(uint64_t*)value = pool_reserved(pool);
-      break;
-    case cudaMemPoolAttrReservedMemHigh:
-      *(uint64_t*)value = pool->reserved_high;
-      break;
-    case cudaMemPoolAttrUsedMemCurrent:
-      *(uint64_t*)value = pool->used;
-      break;
-    case cudaMemPoolAttrUsedMemHigh:
-      *(uint64_t*)value = pool->used_high;
-      break;
-    default:
-      *(int*)value = 1;
-  }
-  return cudaSuccess;
+  RT(driver()->cuMemPoolGetAttribute(pool, (CUmemPool_attribute)attribute, value));
 }
 
 EXPORT cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool,
                                         const struct cudaMemAccessDesc* access,
                                         size_t n) {
-  (void)pool;
-  (void)access;
-  (void)n;
   RT_ENTER(0);
-  return cudaSuccess;
+  RT(driver()->cuMemPoolSetAccess(pool, (const CUmemAccessDesc*)access, n));
 }
 
 // ---- graph memory nodes are absent, so graphs hold none
