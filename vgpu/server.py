@@ -6,7 +6,8 @@ as a process that has just started would: the one that its run folder describes.
 
 What a fork does not get: modules that ask the device when they are imported cannot be
 imported in the server, and the choice of vLLM's platform is made there. A command that
-looks at either wants a process of its own (`launch.run`).
+looks at either wants a process of its own (`launch.run`), and so does a library to
+preload: LD_PRELOAD is read when a process starts.
 """
 
 from __future__ import annotations
