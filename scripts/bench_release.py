@@ -3,7 +3,8 @@ release starts within its request, with the KV cache that it has there.
 
 Prints a Markdown table. Every start is a process on a virtual device, forked from one
 that has imported vLLM (tests/vgpu/engine/scenarios). They find warm caches of compiled
-kernels and models: the first start of each kind is thrown away.
+kernels and models: the first start of each kind is thrown away. Each serves the largest
+batches in the end, while another process has all that was not requested.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def main(args: argparse.Namespace) -> None:
     with ThreadPoolExecutor(len(SITES)) as pool:
         both = list(pool.map(partial(start_all, base, starts), SITES))
     rows = [Row(*row) for row in zip(starts, *both, strict=True)]
-    columns = "| starts | peak/requested | KV, MiB | KV tokens " * 2
+    columns = "| starts | peak/requested | full batches | KV, MiB | KV tokens " * 2
     print("| model | runner | mode | beside | utilization " + columns + "|")
-    print("| --- " * 13 + "|")
+    print("| --- " * 15 + "|")
     for row in rows:
         print(row.line())
     print()
@@ -112,6 +113,7 @@ class Start:
             **MODES[self.mode],
             **VARIANTS[self.variant],
             "v2": self.runner == "V2",
+            "serve": True,
             "folder": str(folder / self.model),
             "llm": llm,
         }
@@ -168,6 +170,13 @@ class Row:
         peak = self.of(site).get("process_peak", MEMORY)
         return float(peak) / requested(self.start.percent)
 
+    def lives(self, site: str) -> bool:
+        """Whether it serves the largest batches in what was requested."""
+        return bool(self.of(site).get("served") == "lives")
+
+    def within(self, site: str) -> bool:
+        return self.started(site) and self.ratio(site) <= 1 and self.lives(site)
+
     @property
     def fewer(self) -> int:
         """Bytes of KV cache that the release has and ours has not."""
@@ -183,9 +192,10 @@ class Row:
             cells += [outcome(result), f"{self.ratio(site):.3f}"]
             if self.started(site):
                 tokens = result["blocks"] * result["block_size"]
+                cells.append("served" if self.lives(site) else "out of memory")
                 cells += [f"{result['kv'] / MIB:.0f}", str(tokens)]
             else:
-                cells += ["", ""]
+                cells += ["", "", ""]
         return f"| {' | '.join(cells)} |"
 
     def to_change(self) -> str:
@@ -203,27 +213,35 @@ class Row:
 def verdict(rows: list[Row]) -> Iterator[str]:
     """How far each goal is met, and where it is not."""
     for site in SITES:
-        started = sum(row.started(site) for row in rows)
+        started = [row for row in rows if row.started(site)]
         over = sum(row.ratio(site) > 1 for row in rows)
-        yield f"- {site}: {started} of {len(rows)} start; {over} go above their request"
-    within = [r for r in rows if r.started("official") and r.ratio("official") <= 1]
+        died = sum(not row.lives(site) for row in started)
+        yield (
+            f"- {site}: {len(started)} of {len(rows)} start; {over} go above their "
+            f"request; {died} run out of it with a full batch"
+        )
+    within = [row for row in rows if row.within("official")]
     goals = {
-        "the release starts within its request, ours does not": [
-            row for row in within if not row.started("envelope")
+        "the release starts and serves within its request, ours does not": [
+            row for row in within if not row.within("envelope")
         ],
         "ours has over 64 MiB less of KV cache, the release within its request": [
             row for row in within if row.fewer > ALLOWED
         ],
-        "ours is above its request": [r for r in rows if r.ratio("envelope") > 1],
+        "ours is above its request, or runs out of it": [
+            row
+            for row in rows
+            if row.started("envelope") and not row.within("envelope")
+        ],
     }
     for goal, missed in goals.items():
         yield f"- {goal}: {len(missed)} (goal: 0)"
         yield from (f"  - {row.start.name}" for row in missed)
-    exceeds = [r for r in rows if r.started("official") and r.ratio("official") > 1]
+    exceeds = [r for r in rows if r.started("official") and not r.within("official")]
     changes = [r for r in exceeds if not r.started("envelope") or r.fewer > ALLOWED]
     yield (
-        f"- the release starts above its request: {len(exceeds)}, of which "
-        f"{len(changes)} need a change"
+        f"- the release starts and does not keep within its request: {len(exceeds)}; "
+        f"to keep its KV cache, {len(changes)} need a change"
     )
     yield from (f"  - {row.start.name}: {row.to_change()}" for row in changes)
 

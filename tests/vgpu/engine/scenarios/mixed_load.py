@@ -1,4 +1,4 @@
-"""Serve mixed loads with exactly the memory that was requested, and say which die.
+"""Serve loads with exactly the memory that was requested, and say which die.
 
 The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
 with room to spare; another process then takes all but what was requested, or as much
@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ import start
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
     "model": "llama-8b",
+    "load": "mixed",  # of LOADS
+    "requests": 0,  # how many; 0: as many as the load has
     "v2": False,
     "graphs": False,
     "compile": False,
     "lora": False,
-    "requests": 40,
+    "draft": 0,  # tokens that an EAGLE head of the model proposes
     "seeds": [0],  # a load each
     # MiB, or None: what the engine has set aside. Each load is served with one after
     # the other until it lives.
@@ -33,10 +36,30 @@ DEFAULTS: dict[str, Any] = {
     "alone": False,
     "llm": {},  # further arguments of LLM
 }
-# Prompts: short ones are as many as medium and long ones together.
-PROMPTS = ((8, 256), (8, 256), (256, 2048), (2048, 7800))
-OUTPUTS = (1, 8, 32, 64)
-BURSTS = (0, 0, 1, 1, 2, 4, 16)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that arrive at random; ranges and choices are drawn from evenly."""
+
+    requests: int
+    prompts: tuple[tuple[int, int], ...]  # tokens
+    outputs: tuple[int, ...]  # tokens
+    bursts: tuple[int, ...]  # requests that arrive before a step
+    prompt_logprobs: bool = False  # of every other request
+    images: bool = False
+
+
+SHORT, MEDIUM, LONG = (8, 256), (256, 2048), (2048, 7800)
+LOADS = {
+    # Short prompts are as many as medium and long ones together.
+    "mixed": Load(40, (SHORT, SHORT, MEDIUM, LONG), (1, 8, 32, 64), (0, 0, 1, 1, 2, 4, 16)),
+    "chat": Load(120, (SHORT, MEDIUM), (64, 256), (0, 0, 0, 1, 2, 4)),
+    "long context": Load(12, ((8000, 30000),), (1, 8, 32), (0, 0, 1, 2)),
+    "bursts": Load(512, (SHORT,), (1, 8, 32), (0,) * 9 + (128,)),
+    "prompt logprobs": Load(40, (SHORT, MEDIUM, LONG), (1, 8, 32), (0, 0, 1, 2, 4), True),
+    "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
+}
 
 
 def main() -> None:
@@ -69,7 +92,15 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["lora"]:
         start.count_on_the_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
-    profile_twice()
+    if case["draft"]:
+        arguments["speculative_config"] = {
+            "method": "eagle",
+            "model": models.write(case["model"] + " draft", folder / "draft"),
+            "num_speculative_tokens": case["draft"],
+        }
+    if LOADS[case["load"]].images:
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     llm = LLM(
         models.write(case["model"], folder / "model"),
         **(start.ENGINE | arguments | case["llm"]),
@@ -82,6 +113,9 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     budget = held + int(worker.requested_memory)
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
     set_aside = getattr(worker, "fragmentation_buffer", 0)  # none: the official release
+    kind = LOADS[case["load"]]
+    if case["requests"]:
+        kind = replace(kind, requests=case["requests"])
     runs = []
     for seed in case["seeds"]:
         for buffer in case["buffers"]:
@@ -91,7 +125,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             limit = budget + size - set_aside
             if not case["alone"]:
                 control.other_process(control.memory() - limit)
-            run = load(engine, random.Random(seed), case["requests"], loras, limit)
+            run = load(engine, kind, random.Random(seed), loras, limit)
             run["process_peak"] = control.process_peak()
             runs.append({"seed": seed, "buffer": size} | run)
             control.other_process(-control.other())
@@ -106,89 +140,99 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def profile_twice() -> None:
-    """Make profiling run its pass a second time, as serving does.
-
-    The first pass leaves buffers, of the sampler, after its peak: with them, the second
-    one peaks higher (64 MiB of a Llama 8B with 8192 tokens a batch). A start does not
-    see that, and needs that much more than these loads do.
-    """
-    from vllm.v1.worker.gpu_worker import Worker
-
-    determine_available_memory = Worker.determine_available_memory
-
-    def determine(worker: Any) -> int:
-        runner = worker.model_runner
-        profile_run = runner.profile_run
-
-        def twice(**options: bool) -> None:
-            profile_run(**options)
-            profile_run(**options)
-
-        runner.profile_run = twice
-        try:
-            return int(determine_available_memory(worker))
-        finally:
-            del runner.profile_run
-
-    Worker.determine_available_memory = determine
-
-
 def load(
-    engine: Any, rng: random.Random, count: int, loras: list[str], limit: int
+    engine: Any, kind: Load, rng: random.Random, loras: list[str], limit: int
 ) -> dict[str, Any]:
-    """Serve `count` requests that arrive at random in `limit` bytes."""
+    """Serve requests in `limit` bytes.
+
+    "asked" has, for each step in which PyTorch asked the device for memory, the tokens
+    that were computed, retries, and calls of cudaMalloc and of cudaFree.
+    """
     import torch
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
 
     from vgpu import control
 
-    longest = engine.vllm_config.model_config.max_model_len - max(OUTPUTS)
-    stats = torch.cuda.memory_stats
-    before = stats()
+    last = calls(torch.cuda.memory_stats())
     steps = arrived = 0
+    asked: list[list[int]] = []
+    computed = count_computed(engine)
     result: dict[str, Any] = {"outcome": "served"}
     try:
-        while arrived < count or engine.has_unfinished_requests():
-            for _ in range(min(rng.choice(BURSTS), count - arrived)):
-                low, high = rng.choice(PROMPTS)
-                prompt = [5] * rng.randrange(low, min(high, longest))
-                sampling = SamplingParams(
-                    temperature=rng.choice((0.0, 0.8)),
-                    top_p=rng.choice((1.0, 0.9)),
-                    max_tokens=rng.choice(OUTPUTS),
-                    detokenize=False,
-                    ignore_eos=True,
-                )
-                pick = rng.randrange(len(loras) + 1)
-                engine.add_request(
-                    str(arrived),
-                    {"prompt_token_ids": prompt},
-                    sampling,
-                    lora_request=LoRARequest(str(pick), pick, loras[pick - 1])
-                    if pick
-                    else None,
-                )
+        while arrived < kind.requests or engine.has_unfinished_requests():
+            for _ in range(min(rng.choice(kind.bursts), kind.requests - arrived)):
+                request(engine, kind, rng, str(arrived), loras)
                 arrived += 1
+            computed.clear()
             engine.step()
             steps += 1
+            now = calls(torch.cuda.memory_stats())
+            step = [n - b for n, b in zip(now, last, strict=True)]
+            if any(step):
+                asked.append([sum(computed), *step])
+            last = now
     except torch.OutOfMemoryError as error:
-        now = stats()
+        stats = torch.cuda.memory_stats()
         tried, unit = str(error).split("allocate ")[1].split()[:2]
         wanted = float(tried) * {"KiB": 2**10, "MiB": MIB, "GiB": 2**30}[unit[:3]]
-        outside = control.process_used() - now["reserved_bytes.all.current"]
+        outside = control.process_used() - stats["reserved_bytes.all.current"]
         # What would still be there if all that is not allocated were in one piece.
-        spare = limit - outside - now["allocated_bytes.all.current"] - int(wanted)
+        spare = limit - outside - stats["allocated_bytes.all.current"] - int(wanted)
         result = {"outcome": "OOM", "error": str(error)[:200], "spare": spare}
         requests = list(engine.output_processor.request_states)
         engine.abort_request(requests, internal=True)
-    after = stats()
-    counted = {"retries": "num_alloc_retries", "segments": "num_device_alloc"}
-    return result | {
-        "steps": steps,
-        **{name: after[key] - before[key] for name, key in counted.items()},
-    }
+    return result | {"steps": steps, "asked": asked}
+
+
+def calls(stats: dict[str, int]) -> tuple[int, int, int]:
+    keys = "num_alloc_retries", "num_device_alloc", "num_device_free"
+    return stats[keys[0]], stats[keys[1]], stats[keys[2]]
+
+
+def count_computed(engine: Any) -> list[int]:
+    """The tokens of each step, as the scheduler sends them."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    schedule = type(scheduler).schedule
+    computed: list[int] = []
+
+    def scheduling(*arguments: Any, **options: Any) -> Any:
+        output = schedule(scheduler, *arguments, **options)
+        computed.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = scheduling
+    return computed
+
+
+def request(
+    engine: Any, kind: Load, rng: random.Random, name: str, loras: list[str]
+) -> None:
+    """Add a request that is drawn from the load."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    longest = engine.vllm_config.model_config.max_model_len - max(kind.outputs)
+    low, high = rng.choice(kind.prompts)
+    prompt = [7] * rng.randrange(low, min(high, longest))
+    sampling = SamplingParams(
+        temperature=rng.choice((0.0, 0.8)),
+        top_p=rng.choice((1.0, 0.9)),
+        max_tokens=rng.choice(kind.outputs),
+        prompt_logprobs=1 if kind.prompt_logprobs and rng.random() < 0.5 else None,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    lora = None
+    if pick := rng.randrange(len(loras) + 1):
+        lora = LoRARequest(str(pick), pick, loras[pick - 1])
+    asked: dict[str, Any] = {"prompt_token_ids": prompt}
+    if kind.images and rng.random() < 0.5:
+        from PIL import Image
+
+        size = rng.randrange(56, 1260), rng.randrange(56, 1260)
+        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
+        asked["prompt_token_ids"] = [*prompt, 3, 5, 4]
+        asked["multi_modal_data"] = {"image": Image.new("RGB", size)}
+    engine.add_request(name, asked, sampling, lora_request=lora)
 
 
 if __name__ == "__main__":

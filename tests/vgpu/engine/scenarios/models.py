@@ -135,6 +135,7 @@ MODELS["large moe"] = (
     | {"num_hidden_layers": 8, "num_experts": 32, "moe_intermediate_size": 768}
 )
 
+MODELS["llama-8b draft"] = MODELS["llama-8b"] | {"num_hidden_layers": 1}
 # As published, whole.
 MODELS["Qwen3-8B"] = COMMON | {
     "architectures": ["Qwen3ForCausalLM"],

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
+    "serve": False,  # the largest batches, in no more than what was requested
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (of the container) holds
     "free": 0,  # what another process leaves, if given
@@ -84,7 +85,8 @@ def main() -> None:
             result["report"] = json.loads(report.read_text())
     result["processor_seconds"] = time.process_time()
     result["peak"] = device.peak()
-    result["process_peak"] = device.process_peak() - result.get("before", 0)
+    peak = result.pop("start_peak", device.process_peak())
+    result["process_peak"] = peak - result.get("before", 0)
     if (asked.get("moved") or asked.get("held")) and device.VIRTUAL:
         from vgpu import control
 
@@ -103,6 +105,11 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
             result["lost"] = lost(first)
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
+    if asked.get("serve"):
+        import device
+
+        result["start_peak"] = device.process_peak()
+        result["served"] = serve(llm, result["before"] + int(result["requested"]))
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 
@@ -433,6 +440,46 @@ def generate(llm: Any, tokens: int) -> list[int]:
     )
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
     return [len(output.outputs[0].token_ids) for output in outputs]
+
+
+def serve(llm: Any, limit: int) -> str:
+    """Serve the largest batches while another process has all but `limit` bytes.
+
+    A prompt for each sequence that fits into one step, then one that fills it, with the
+    largest image if the model takes images. Returns "lives", or why it does not.
+    """
+    import device
+    import torch
+    from vllm import SamplingParams
+
+    config = llm.llm_engine.vllm_config
+    tokens = config.scheduler_config.max_num_batched_tokens
+    sequences = config.scheduler_config.max_num_seqs
+    outputs = 3
+    most = min(tokens, config.model_config.max_model_len) - outputs
+    image = config.model_config.is_multimodal_model
+    short = [{"prompt_token_ids": [7] * (tokens // sequences)}] * sequences
+    long: dict[str, Any] = {"prompt_token_ids": [7] * most}
+    if image:
+        from PIL import Image
+
+        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
+        long = {"prompt_token_ids": [7, 3, 5, 4]}
+        long["multi_modal_data"] = {"image": Image.new("RGB", (1260, 1260))}
+    parameters = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        max_tokens=outputs,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    device.other_process(max(0, device.memory() - limit))
+    try:
+        for prompts in short, [long]:
+            llm.generate(prompts, parameters, use_tqdm=False)
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error)[:200]}"
+    return "lives"
 
 
 def sleep(llm: Any, level: int) -> dict[str, int]:
