@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <nccl.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +16,10 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+// nccl.h includes it and uses none of it; that of CUDA 12 is no C.
+#define __CUDA_FP8_H__
+#include <nccl.h>
 
 #include "vgpu.h"
 
