@@ -2,7 +2,6 @@
 
 The argument is a JSON list of cases; DEFAULTS lists the keys of one. Prints a RESULT
 line for each: how it ended, the error if it failed, and what each rank says of itself.
-Workers are forked, so what is patched here is patched there.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,16 @@ DEFAULTS: dict[str, Any] = {
     "report": False,  # each worker's memory report is wanted
     "data_parallel": 1,  # engines, that share the experts
     "held": [],  # what another process holds of each device before the start
-    # What goes wrong, as a phase (see start.PHASES, and PHASES) begins at a rank:
+    # What goes wrong, as a phase (see rank.PHASES) begins at a rank:
     # "memory" (another process takes all that is free), "raise" or "kill".
     "fails": {},  # {"rank", "phase", "how"}
     "patience": 120,  # seconds after which what has not ended "hangs"
     "executor": "mp",
+    "method": "fork",  # how workers are started
     "engine_process": False,  # the engine core is a process, as when serving
     "serve": False,  # the engine is one that serves; it does not generate
     "environment": {},
     "llm": {},  # further arguments of LLM
-}
-# Phases that are no method of the worker's.
-PHASES = {
-    "capture": ("Worker", "_get_cudagraph_capture_context"),
-    "execute_model": ("Worker", "execute_model"),
 }
 
 
@@ -79,6 +75,7 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
             result = {"outcome": "hangs" if status is None else "died"}
         ended = time.monotonic()
         result["left"] = left(child)
+        result["left_shared"] = left_shared(child)
         if (failed := folder.joinpath("failed")).exists():
             result["failed_after"] = ended - float(failed.read_text())
         results.append(result)
@@ -103,6 +100,8 @@ def wait(child: int, seconds: float) -> int | None:
 def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -> None:
     result: dict[str, Any] = {"outcome": "started"}
     status = 1
+    # So that what is left of it can be told from that of others.
+    shared_memory._SHM_NAME_PREFIX = shared_memory_of(os.getpid())
     try:
         if case["data_parallel"] > 1:
             os.environ |= {
@@ -131,8 +130,7 @@ def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -
 def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     start.configure(case["v2"])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["engine_process"]))
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = case["method"]
     # Workers name themselves in each line that they log.
     os.environ["VLLM_CONFIGURE_LOGGING"] = "1"
     if case["report"]:
@@ -145,9 +143,9 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     inspect_models_here()
     for device, size in enumerate(case["held"]):
         control.other_process(size, device)
-    note_what_is_held()
     if case["fails"]:
-        fail(folder / "failed", **case["fails"])
+        fails = case["fails"] | {"when": str(folder / "failed")}
+        os.environ["RANKS_FAILS"] = json.dumps(fails)
     arguments: dict[str, Any] = {
         "max_model_len": 2048,
         "max_num_seqs": 16,
@@ -155,6 +153,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         "gpu_memory_utilization": 0.5,
         "enforce_eager": not case["graphs"],
         "distributed_executor_backend": case["executor"],
+        "worker_extension_cls": "rank.Rank",
     }
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
@@ -172,7 +171,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     result |= {
         "blocks": config.cache_config.num_gpu_blocks,
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
-        "ranks": llm.collective_rpc(tell),
+        "ranks": llm.collective_rpc("tell"),
     }
     if tokens := case["generate"]:
         result["tokens"] = start.generate(llm, tokens)
@@ -187,71 +186,6 @@ def serve(arguments: dict[str, Any]) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)).shutdown()
-
-
-def tell(worker: Any) -> dict[str, Any]:
-    """What a rank holds, in bytes."""
-    from vgpu import control
-
-    at = worker.device.index
-    return {
-        "rank": worker.rank,
-        "device": at,
-        "requested": int(worker.requested_memory),
-        "before": worker.held_before,
-        "used": control.process_used(at),
-        "peak": control.process_peak(at),
-        "kernels": control.kernels(),
-        "model": int(worker.model_runner.model_memory_usage),
-        "kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
-    }
-
-
-def note_what_is_held() -> None:
-    """What a rank holds before its share of the device is decided: what the context
-    and communicators take."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from vgpu import control
-
-    init_device = Worker.init_device
-
-    def noting(worker: Worker) -> None:
-        init_device(worker)
-        worker.held_before = control.process_used(worker.device.index)
-
-    Worker.init_device = noting
-
-
-def fail(when: Path, rank: int, phase: str, how: str) -> None:
-    """Make a phase of one rank fail, and note when."""
-    from vllm.v1.worker import gpu_worker
-
-    owner, name = PHASES.get(phase, ("Worker", phase))
-
-    def at_rank(worker: Any) -> None:
-        config = worker.parallel_config
-        own = config.data_parallel_index * config.world_size + worker.rank
-        if own != rank or when.exists():
-            return
-        when.write_text(str(time.monotonic()))
-        if how == "memory":
-            from vgpu import control
-
-            device = worker.local_rank
-            control.other_process(control.memory(device), device)
-        elif how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            raise RuntimeError(f"rank {rank} fails in {phase}")
-
-    method = getattr(getattr(gpu_worker, owner), name)
-
-    def failing(worker: Any, *arguments: Any, **options: Any) -> Any:
-        at_rank(worker)
-        return method(worker, *arguments, **options)
-
-    setattr(getattr(gpu_worker, owner), name, failing)
 
 
 def left(session: int) -> list[str]:
@@ -277,6 +211,19 @@ def left(session: int) -> list[str]:
     for process in remaining:
         os.kill(process, signal.SIGKILL)
     return list(remaining.values())
+
+
+def shared_memory_of(process: int) -> str:
+    return f"/r{process:x}_"  # a name has 14 characters at most
+
+
+def left_shared(process: int) -> list[str]:
+    """Names of shared memory of an engine that is over; it is removed."""
+    prefix = shared_memory_of(process).strip("/")
+    files = sorted(Path("/dev/shm").glob(f"{prefix}*"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return [file.name.removeprefix(prefix) for file in files]
 
 
 def release_all() -> None:
