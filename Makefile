@@ -9,7 +9,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu envelope test test-all test-long topics lint bench bench-load \
+.PHONY: wheel overlay image source export rebase pr check verify vgpu ray envelope test test-all test-long topics lint bench bench-load \
   bench-start bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -52,17 +52,19 @@ verify: source  ## WHEEL=...: the official wheel and the series, nothing else
 vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 	@$(ENV)/bin/python -m vgpu build
 
+ray: build/ray/ready  ## for the tests of its workers
+
 envelope: wheel
 	@$(call RUN,unpack)
 
 test: vgpu envelope overlay  ## what shows that it works, in minutes
 	@$(call RUN,run_tests) $(TOOLS) vgpu
 
-test-all: vgpu envelope overlay check  ## everything
+test-all: vgpu envelope overlay ray check  ## everything
 	@$(MAKE) -s vgpu BASE=$(OLDER)
 	@$(call RUN,run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
 
-test-long: vgpu envelope  ## what takes too long for every run
+test-long: vgpu envelope ray  ## what takes too long for every run
 	@$(call RUN,run_tests) vgpu-long
 
 topics: vgpu envelope  ## BASE=: its wheel, each topic once
@@ -134,4 +136,10 @@ lint: .venv/ready
 .venv-%/ready: requirements/%.txt | .venv/ready
 	@.venv/bin/uv venv -q --clear -p $(PYTHON) .venv-$*
 	@.venv/bin/uv pip install -q -p .venv-$* --require-hashes --no-deps -r $<
+	@touch $@
+
+# In a folder of its own: most tests are to see a vLLM without it.
+build/ray/ready: requirements/ray.txt | $(ENV)/ready
+	@rm -rf build/ray
+	@.venv/bin/uv pip install -q -p $(ENV) --target build/ray --require-hashes --no-deps -r $<
 	@touch $@

@@ -11,7 +11,8 @@ from harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 REQUESTED = 2 * GIB  # gpu_memory_utilization 0.5
-full = pytest.mark.full
+full, topic = pytest.mark.full, pytest.mark.topic
+long = pytest.mark.long
 TP2 = {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
 EXPERTS = {"enable_expert_parallel": True}
@@ -24,14 +25,18 @@ def ranks(
     folder: Path,
     devices: int = 2,
     second: str = "",
+    forked: bool = True,
 ) -> dict[str, Any]:
-    """Results of the scenario: "every", and what was logged.
+    """Results of the scenario: "every", each with its "log".
 
     `second` is the configuration of the second device, where it differs.
     """
     device = {"memory": "4GiB", "devices": devices}
     tables = HOOKS + (f"\n[device.1]\n{second}\n" if second else "")
-    result = run("ranks", cases, vllm=vllm, device=device, hooks=tables, folder=folder)
+    result = run(
+        "ranks", cases, vllm=vllm, device=device, hooks=tables, folder=folder,
+        forked=forked,
+    )  # fmt: skip
     logs = re.split("^RESULT .*\n", result["stdout"], flags=re.MULTILINE)
     for engine, log in zip(result["every"], logs, strict=False):
         engine["log"] = log
@@ -39,7 +44,7 @@ def ranks(
 
 
 STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] = {
-    "tp2-v2-graphs": ({"graphs": True, "llm": TP2}, 2, ()),
+    "tp2-v2-graphs": ({"graphs": True, "llm": TP2}, 2, (topic,)),
     "tp2-v1-graphs": ({"v2": False, "graphs": True, "llm": TP2}, 2, (full,)),
     "pp2-v2": ({"llm": PP2}, 2, ()),
     "pp2-v1-graphs": ({"v2": False, "graphs": True, "llm": PP2}, 2, (full,)),
@@ -55,6 +60,12 @@ STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] 
         2,
         (full,),
     ),
+    "tp2-compiled": ({"graphs": True, "compile": True, "llm": TP2}, 2, (full,)),
+    "tp2-v2-sleep": ({"graphs": True, "sleep": 1, "llm": TP2}, 2, (full,)),
+    "tp2-v1-sleep": ({"v2": False, "sleep": 1, "llm": TP2}, 2, (full,)),
+    # Workers that import for themselves.
+    "tp2-spawn": ({"method": "spawn", "llm": TP2}, 2, (long,)),
+    "tp2-ray": ({"executor": "ray", "llm": TP2}, 2, (long,)),
     "tp2-engine-process": ({"engine_process": True, "llm": TP2}, 2, (full,)),
 }
 
@@ -67,7 +78,10 @@ STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] 
 def test_ranks_start(
     case: dict[str, Any], devices: int, vllm: str, tmp_path: Path
 ) -> None:
-    engines = ranks([case | {"generate": 4}], vllm, tmp_path, devices)["every"]
+    forked = case.get("executor") != "ray"  # what is imported has not seen Ray
+    engines = ranks([case | {"generate": 4}], vllm, tmp_path, devices, forked=forked)[
+        "every"
+    ]
     assert len(engines) == case.get("data_parallel", 1)
     told = []
     for engine in engines:
@@ -76,6 +90,8 @@ def test_ranks_start(
         assert engine["tokens"] == [4] * 4
         assert not engine["left"]
         told += engine["ranks"]
+        if "sleep" in case:
+            check_asleep(engine)
     assert sorted(rank["device"] for rank in told) == list(range(devices))
     for rank in told:
         assert rank["kernels"] and rank["kv"]
@@ -85,6 +101,15 @@ def test_ranks_start(
     # All of an engine have as many blocks, so those of the same layers as many bytes.
     if devices == 2 and "pipeline_parallel_size" not in case["llm"]:
         assert told[0]["used"] == told[1]["used"]
+
+
+def check_asleep(engine: dict[str, Any]) -> None:
+    """All of the pools comes and goes, on each rank."""
+    for moment in "ranks", "awake again":
+        for awake, asleep in zip(engine[moment], engine["asleep"], strict=True):
+            # Falling asleep empties the cache, too.
+            cache = awake["used"] - awake["pooled"] - asleep["used"]
+            assert 0 <= cache <= (2 * MIB if moment == "ranks" else 0)
 
 
 def failing(
@@ -103,7 +128,7 @@ def first_error(log: str) -> str:
 
 
 def check_ended(result: dict[str, Any]) -> None:
-    assert result["outcome"] in ("RuntimeError", "EngineDeadError"), result
+    assert result["outcome"] in ("RuntimeError", "WorkerFailedError", "EngineDeadError")
     assert result["failed_after"] <= SECONDS
     assert not result["left"] and not result["left_shared"], result
 
@@ -167,6 +192,23 @@ def test_the_caller_is_told_the_rank(tmp_path: Path) -> None:
 
 
 @full
+@pytest.mark.parametrize("how", ["memory", pytest.param("kill", marks=long)])
+@pytest.mark.parametrize("workers", [{"method": "spawn"}, {"executor": "ray"}], ids=str)
+def test_all_end_however_they_are_started(
+    workers: dict[str, Any], how: str, tmp_path: Path
+) -> None:
+    """Workers that import for themselves, and those of Ray."""
+    case = failing(1, "profile", how, engine_process=False, **workers)
+    result = ranks([case], "envelope", tmp_path, forked=False)
+    (engine,) = result["every"]
+    if "executor" in workers:  # Ray kills its workers, whose queues stay
+        engine["left_shared"].clear()
+    check_ended(engine)
+    why = "failed with .*out of memory" if how == "memory" else "died"
+    assert re.search(f"Worker rank 1 {why}", engine["error"])
+
+
+@full
 def test_engines_that_share_experts_end_together(tmp_path: Path) -> None:
     """As when serving: one of two data parallel engines fails."""
     phases = ("load_model", "profile")
@@ -180,7 +222,7 @@ def test_engines_that_share_experts_end_together(tmp_path: Path) -> None:
     "phases",
     [
         pytest.param(("profile",), id="profile"),
-        pytest.param(("profile_graphs", "capture"), id="graphs", marks=full),
+        pytest.param(("profile_graphs", "capture"), id="graphs", marks=long),
     ],
 )
 def test_the_release_hangs(phases: tuple[str, ...], tmp_path: Path) -> None:

@@ -10,16 +10,17 @@ import json
 import os
 import signal
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 from vllm.v1.worker.gpu_worker import Worker
 
 from vgpu import control
 
-FAILS = "RANKS_FAILS"
 # In the order in which they begin.
 PHASES: dict[str, tuple[tuple[Any, ...], str]] = {
     "init_device": ((Worker,), "init_device"),
@@ -37,12 +38,15 @@ class Rank:
     def tell(self: Any) -> dict[str, Any]:
         """What it holds, in bytes."""
         at = self.device.index
+        allocator = get_mem_allocator_instance()
+        pooled = sum(d.handle[1] for d in allocator.pointer_to_data.values())
         return {
             "rank": self.rank,
             "device": at,
             "requested": int(self.requested_memory),
             "before": self.held_before,
             "used": control.process_used(at),
+            "pooled": pooled,  # by sleep mode; what is unmapped meanwhile, too
             "peak": control.process_peak(at),
             "kernels": control.kernels(),
             "model": int(self.model_runner.model_memory_usage),
@@ -100,5 +104,6 @@ def fail(rank: int, phase: str, how: str, when: str) -> None:
 
 
 note_what_is_held()
-if FAILS in os.environ:
-    fail(**json.loads(os.environ[FAILS]))
+shared_memory._SHM_NAME_PREFIX = os.environ["RANKS_SHARED_MEMORY"]
+if "RANKS_FAILS" in os.environ:
+    fail(**json.loads(os.environ["RANKS_FAILS"]))

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "v2": True,
     "graphs": False,
     "compile": False,
+    "sleep": 0,  # level
     "generate": 0,  # tokens
     "report": False,  # each worker's memory report is wanted
     "data_parallel": 1,  # engines, that share the experts
@@ -42,6 +43,9 @@ DEFAULTS: dict[str, Any] = {
     "environment": {},
     "llm": {},  # further arguments of LLM
 }
+
+
+RAY = Path(__file__).resolve().parents[4] / "build/ray"
 
 
 def main() -> None:
@@ -101,7 +105,8 @@ def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -
     result: dict[str, Any] = {"outcome": "started"}
     status = 1
     # So that what is left of it can be told from that of others.
-    shared_memory._SHM_NAME_PREFIX = shared_memory_of(os.getpid())
+    prefix = shared_memory_of(os.getpid())
+    shared_memory._SHM_NAME_PREFIX = os.environ["RANKS_SHARED_MEMORY"] = prefix
     try:
         if case["data_parallel"] > 1:
             os.environ |= {
@@ -135,6 +140,8 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     os.environ["VLLM_CONFIGURE_LOGGING"] = "1"
     if case["report"]:
         os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(folder / "report.json")
+    if case["executor"] == "ray":
+        use_ray(folder)
     import models
     from vllm import LLM
 
@@ -154,6 +161,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         "enforce_eager": not case["graphs"],
         "distributed_executor_backend": case["executor"],
         "worker_extension_cls": "rank.Rank",
+        "enable_sleep_mode": case["sleep"] > 0,
     }
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0}
@@ -173,12 +181,24 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
         "ranks": llm.collective_rpc("tell"),
     }
+    if level := case["sleep"]:
+        llm.sleep(level=level)
+        result["asleep"] = llm.collective_rpc("tell")
+        llm.wake_up()
+        result["awake again"] = llm.collective_rpc("tell")
     if tokens := case["generate"]:
         result["tokens"] = start.generate(llm, tokens)
     result["reports"] = {
         file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
     }
     llm.llm_engine.engine_core.shutdown()
+
+
+def use_ray(folder: Path) -> None:
+    """The one of `make ray`; workers import it, too, and keep what they write here."""
+    sys.path.insert(0, str(RAY))
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(RAY), os.environ["PYTHONPATH"]))
+    os.environ["RAY_TMPDIR"] = str(folder)
 
 
 def serve(arguments: dict[str, Any]) -> None:
