@@ -54,6 +54,8 @@ static CUresult enter(const char* call, uint64_t size, bool needs_context) {
   return injected(call, current_device(), size);
 }
 
+CUresult context_usable(void) { return usable(true); }
+
 CUresult context_enter(void) {
   CUresult error = usable(true);
   return error || current ? error : context_make(current_ordinal());

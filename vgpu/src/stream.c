@@ -154,8 +154,10 @@ static CUresult event_record(CUevent event, CUstream handle, unsigned flags) {
 }
 
 static CUresult event_query(CUevent event) {
+  CUresult error = context_usable();
+  if (error) return error;
   if (!object_is(event, EVENT)) return CUDA_ERROR_INVALID_HANDLE;
-  CUresult error = unsafe_call();
+  error = unsafe_call();
   if (error) return error;
   bool captured = false;
   pthread_mutex_lock(&objects_lock);
@@ -211,9 +213,20 @@ BOTH(cudaEventRecord, cuEventRecord, (cudaEvent_t e, cudaStream_t s),
 BOTH(cudaEventRecordWithFlags, cuEventRecordWithFlags,
      (cudaEvent_t e, cudaStream_t s, unsigned flags),
      (CUevent e, CUstream s, unsigned flags), event_record(e, s, flags))
-BOTH(cudaEventQuery, cuEventQuery, (cudaEvent_t e), (CUevent e), event_query(e))
-BOTH(cudaEventSynchronize, cuEventSynchronize, (cudaEvent_t e), (CUevent e),
-     event_query(e))
+// An event has its context. PyTorch's watchdog of NCCL asks in a thread that has none,
+// and must not make one on device 0 for each rank.
+#define OF_EVENT(rt, drv)                               \
+  EXPORT cudaError_t rt(cudaEvent_t e) {                \
+    cudaError_t entered = rt_enter(__func__, 0, false); \
+    if (entered) return entered;                        \
+    RT(event_query(e));                                 \
+  }                                                     \
+  EXPORT CUresult drv(CUevent e) {                      \
+    CUresult entered = drv_enter(__func__, 0, false);   \
+    return entered ? entered : event_query(e);          \
+  }
+OF_EVENT(cudaEventQuery, cuEventQuery)
+OF_EVENT(cudaEventSynchronize, cuEventSynchronize)
 BOTH(cudaEventElapsedTime, cuEventElapsedTime,
      (float* ms, cudaEvent_t a, cudaEvent_t b), (float* ms, CUevent a, CUevent b),
      event_elapsed(ms, a, b))

@@ -259,7 +259,8 @@ CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
 int current_ordinal(void);
 int current_device(void);  // configured index
 CUresult context_make(int ordinal);
-CUresult context_enter(void);  // as a call that needs a context, or its error
+CUresult context_usable(void);  // the error that a call in any context returns
+CUresult context_enter(void);   // as a call that needs a context, or its error
 CUresult device_wait(void);
 void sticky_error(int error);
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 import pytest
@@ -22,6 +23,8 @@ from ctypes_cuda import (
     READ,
     Cuda,
 )
+
+from vgpu import control
 
 G = 2 * MIB
 
@@ -399,6 +402,19 @@ def test_each_device_has_its_own_memory() -> None:
     assert gpu.info() == (2 * GIB, 2 * GIB)
     assert gpu.malloc(2 * GIB)[0] == OK
     assert gpu.set_device(2) == 101
+
+
+@pytest.mark.vgpu(devices=2, memory="1GiB", context="100MiB")
+def test_a_thread_that_asks_for_an_event_makes_no_context() -> None:
+    """As the watchdogs of NCCL in PyTorch do, of all ranks, on device 0."""
+    gpu = Cuda()
+    assert gpu.set_device(1) == OK
+    event = gpu.event()
+    calls = ("cudaEventQuery", "cudaEventSynchronize", "cuEventQuery")
+    with ThreadPoolExecutor(1) as thread:
+        errors = list(thread.map(lambda call: gpu.call(call, event), calls))
+    assert errors == [OK] * 3
+    assert [control.used(device) for device in (0, 1)] == [0, 100 * MIB]
 
 
 @pytest.mark.vgpu(memory="1GiB")
