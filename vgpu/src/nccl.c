@@ -140,8 +140,7 @@ EXPORT const char* ncclGetErrorString(ncclResult_t result) {
   return known ? text[result] : "unknown result code";
 }
 
-static ncclResult_t enter(const char* call, uint64_t size) {
-  CUresult error = context_enter();
+static ncclResult_t enter(const char* call, uint64_t size, CUresult error) {
   if (error)
     return fail(ncclUnhandledCudaError, "%s: %s", call,
                 cudaGetErrorString((cudaError_t)error));
@@ -150,14 +149,17 @@ static ncclResult_t enter(const char* call, uint64_t size) {
   return injection ? fail(injection, "%s: injected", call) : ncclSuccess;
 }
 
-#define ENTER(size)                                 \
-  do {                                              \
-    ncclResult_t entered = enter(__func__, (size)); \
-    if (entered) return entered;                    \
+#define ENTER(size)                                                  \
+  do {                                                               \
+    ncclResult_t entered = enter(__func__, (size), context_enter()); \
+    if (entered) return entered;                                     \
   } while (0)
+// A communicator has its context: the thread that asks for it, as PyTorch's watchdog
+// does, gets none on device 0.
 #define ENTER_COMM(comm)                                            \
   do {                                                              \
-    ENTER(0);                                                       \
+    ncclResult_t entered = enter(__func__, 0, context_usable());    \
+    if (entered) return entered;                                    \
     if (!object_is(comm, COMMUNICATOR)) return ncclInvalidArgument; \
   } while (0)
 #define TRY(action)                \
@@ -947,7 +949,7 @@ EXPORT ncclResult_t ncclMemFree(void* address) {
 // ---- the calls: collectives
 
 static ncclResult_t ask(const char* call, ncclComm_t comm, const Task* t) {
-  TRY(enter(call, t->count));
+  TRY(enter(call, t->count, context_enter()));
   if (!object_is(comm, COMMUNICATOR))
     return fail(ncclInvalidArgument, "%s: no communicator", call);
   bool reduces =
