@@ -137,8 +137,6 @@ class Row:
 
 
 def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
-    if run["gpu_count"] > 1:
-        return Row(run, "", {}, f"{run['gpu_count']} GPUs: ranks are not foreseen yet")
     version = nearest(root, run["vllm_version"])
     with scratch(root / "build", "bench-plan") as folder:
         release = plan.Release.find(root, version, ours=False)
@@ -211,6 +209,9 @@ def asked(
     for key, flag in FLAGS.items():
         if key in run:
             flags += [flag, str(run[key])]
+    for kind in "tensor", "pipeline":
+        if (size := run.get(f"{kind}_parallel_size", 1)) > 1:
+            flags += [f"--{kind}-parallel-size", str(size)]
     if run.get("enforce_eager"):
         flags.append("--enforce-eager")
     if run.get("enable_prefix_caching") is False:
@@ -310,9 +311,11 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Mean and worst by quantity, of the runs that can be held against the goals and of
     all."""
     started = [row for row in rows if row.result["outcome"] == "started"]
+    single = [row for row in started if row.run["gpu_count"] == 1]
     sets = {
-        "config exact, same release": [row for row in started if row.exact],
-        "all replayed": started,
+        "config exact, same release": [row for row in single if row.exact],
+        "all on one GPU": single,
+        "on several GPUs": [row for row in started if row not in single],
     }
     yield "| runs | quantity | number | mean error | worst | mean, bytes | worst |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -472,6 +473,7 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
         "environment": dict(asked.environment),
     }
     settings = [f"--set={key}={toml(value)}" for key, value in asked.device.items()]
+    settings.append(f"--set=devices={ranks(asked.flags)}")
     if asked.gpu:
         settings.append(f"--profile={asked.gpu}")
     order = [
@@ -487,6 +489,12 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     if told["outcome"] != "started" and not about_memory(told):
         raise Problem(plainly(told["error"]))
     return told
+
+
+def ranks(flags: Sequence[str]) -> int:
+    """The number of cards that an engine takes."""
+    size = r"(?:--(?:tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)[ =](\d+)"
+    return math.prod(map(int, re.findall(size, " ".join(flags))))
 
 
 def toml(value: object) -> str:

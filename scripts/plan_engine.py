@@ -36,7 +36,11 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+
+
+TOLD = "PLAN_TOLD"
 
 
 def main() -> None:
@@ -45,51 +49,49 @@ def main() -> None:
     result: dict[str, Any] = {"outcome": "started"}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
+        report, told = Path(folder, "report.json"), Path(folder, "told.json")
         os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(report)
         try:
-            start(asked, result)
+            start(asked, result, told)
         except Exception as error:  # an outcome, not an accident
             result["outcome"] = type(error).__name__
             result["error"] = innermost(error)
             traceback.print_exc()  # for the log
-        if report.exists():
-            result["report"] = json.loads(report.read_text())
+        if told.exists():
+            result = json.loads(told.read_text()) | result
+        for name in report, report.with_name("report.json.rank0"):
+            if name.exists():
+                result["report"] = json.loads(name.read_text())
     result["seconds"] = time.perf_counter() - began
-    if "VGPU_RUN" in os.environ:
-        from vgpu import control
-
-        result["peak"] = control.process_peak()
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def start(asked: dict[str, Any], result: dict[str, Any]) -> None:
+def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     print("PHASE imports", flush=True)
     arguments = parse([asked["model"], *asked["flags"]])
-    ranks = {
-        name: int(getattr(arguments, name) or 1)
-        for name in ("tensor", "pipeline", "data")
-        for name in [f"{name}_parallel_size"]
-    }
-    if any(size > 1 for size in ranks.values()):
-        told = ", ".join(f"{name}={size}" for name, size in ranks.items() if size > 1)
-        raise ValueError(f"one rank is foreseen, not several ({told})")
+    if (arguments.data_parallel_size or 1) > 1:
+        raise ValueError("the ranks of one engine are foreseen, not several engines")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     result["version"] = importlib.import_module("vllm").__version__
-    watch(result)
     count_tokens(result)
     inspect_models_here()
-    sample_without_kernels()
-    with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
-        index_chunks_on_host()
+    os.environ[TOLD] = str(told)
+    change_worker(result)
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
     )
     result["model_type"] = engine.model_config.hf_config.model_type
+
+
+def change_worker(result: dict[str, Any]) -> None:
+    watch(result, Path(os.environ[TOLD]))
+    sample_without_kernels()
+    with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
+        index_chunks_on_host()
 
 
 def parse(flags: list[str]) -> Any:
@@ -118,8 +120,9 @@ def parse(flags: list[str]) -> Any:
     return arguments
 
 
-def watch(result: dict[str, Any]) -> None:
-    """Note what the first worker measures while it starts."""
+def watch(result: dict[str, Any], told: Path) -> None:
+    """Note what the first worker measures while it starts. Of several ranks it is a
+    process of its own, and writes that to a file."""
     from vllm.v1.worker import gpu_worker
 
     worker_class = gpu_worker.Worker
@@ -128,11 +131,15 @@ def watch(result: dict[str, Any]) -> None:
         method = getattr(worker_class, name)
 
         def phase(worker: Any, *args: Any, **options: Any) -> Any:
+            if worker.rank > 0:
+                return method(worker, *args, **options)
             print(f"PHASE {PHASES[name]}", flush=True)
             result["phase"] = PHASES[name]
             done = method(worker, *args, **options)
             if after is not None:
                 after(worker, done)
+            if worker.parallel_config.world_size > 1:
+                told.write_text(json.dumps(result | {"outcome": "started"}))
             return done
 
         setattr(worker_class, name, phase)
@@ -181,6 +188,10 @@ def watch(result: dict[str, Any]) -> None:
 
     def ready(worker: Any, _: Any) -> None:
         result.update(account(worker.init_snapshot, result))
+        if "VGPU_RUN" in os.environ:
+            from vgpu import control
+
+            result["peak"] = control.process_peak(worker.device.index)
 
     after = {
         "init_device": device,
@@ -317,3 +328,5 @@ def innermost(error: BaseException) -> str:
 
 if __name__ == "__main__":
     main()
+elif TOLD in os.environ:  # a worker, which imports what started it
+    change_worker({})

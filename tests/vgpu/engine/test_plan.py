@@ -62,6 +62,20 @@ def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.long
+def test_the_first_of_two_ranks(tmp_path: Path) -> None:
+    told, _ = foreseen(
+        tmp_path, "--model", model(tmp_path), "--gpu", "h100", "--flags",
+        f"{FLAGS} --tensor-parallel-size 2", "--release", "official",
+    )  # fmt: skip
+    result = told["result"]
+    # Norms are on each rank.
+    assert WEIGHTS // 2 <= result["weights"] < WEIGHTS // 2 + (8 << 20)
+    assert result["kv_cache"] == result["blocks"] * 16 * 4 * 2 * 128 * 2
+    # Its communicator was there before the first snapshot.
+    assert result["non_torch_before"] >= (522 + 1024) << 20
+
+
 @pytest.mark.full
 def test_changes_that_make_it_fit_are_tried(tmp_path: Path) -> None:
     # 128 layers of 1 KiB a token: 32 GiB for one request.
@@ -88,7 +102,7 @@ def test_changes_that_make_it_fit_are_tried(tmp_path: Path) -> None:
     [
         ({}, "--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
         ({"model_type": "unheard-of"}, "", "model type `unheard-of`"),
-        ({}, "--tensor-parallel-size 2", "one rank is foreseen, not several"),
+        ({}, "--data-parallel-size 2", "not several engines"),
     ],
 )
 def test_what_vllm_refuses_is_one_line(

@@ -193,7 +193,13 @@ def test_the_caller_is_told_the_rank(tmp_path: Path) -> None:
 
 @full
 @pytest.mark.parametrize("how", ["memory", pytest.param("kill", marks=long)])
-@pytest.mark.parametrize("workers", [{"method": "spawn"}, {"executor": "ray"}], ids=str)
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param({"method": "spawn"}, id="spawn", marks=long),
+        pytest.param({"executor": "ray"}, id="ray"),
+    ],
+)
 def test_all_end_however_they_are_started(
     workers: dict[str, Any], how: str, tmp_path: Path
 ) -> None:
