@@ -1,8 +1,8 @@
-"""Mixed loads in exactly what was requested, on the virtual device: official and ours.
+"""Loads in exactly what was requested, on the virtual device: official and ours.
 
 Another process holds all else. Ours has what it sets aside for fragmentation by
-default; --buffers tells what each load needs instead. The table says how many die, how
-often PyTorch gives back what it has cached to go on, and what is set aside costs.
+default; --buffers tells what each load needs instead. The table says how many die, in
+how many steps PyTorch gives back what it has cached to go on, and the calls that takes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,18 @@ import sys
 from typing import Any
 
 from series import REPOSITORY, Base, Problem, command
-from virtual import results
+from virtual import SCENARIOS, results
+
+sys.path.insert(0, str(SCENARIOS))
+
+from loads import CASES
 
 MIB = 1 << 20
 MORE = 1 << 60  # than was tried
 DEVICE = {"memory": 48 << 30}
 ENGINE = REPOSITORY / "tests/vgpu/engine"
-SCRIPT = ENGINE / "scenarios/mixed_load.py"
+SCRIPT = SCENARIOS / "mixed_load.py"
 HOOKS = ENGINE / "hooks.toml"
-CASES: dict[str, dict[str, Any]] = {
-    "8B": {},
-    "8B, V2": {"v2": True},
-    "8B, 2048 tokens a batch": {"llm": {"max_num_batched_tokens": 2048}},
-    "8B, 16384 tokens a batch": {"llm": {"max_num_batched_tokens": 16384}},
-    "8B, LoRA": {"lora": True},
-    "8B, CUDA graphs": {"graphs": True},
-    "8B, compiled": {"graphs": True, "compile": True},
-    "8B, expandable segments": {},
-    "30B-A3B": {"model": "qwen-30b-a3b"},
-    "small": {"model": "dense"},
-}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +56,8 @@ def main(args: argparse.Namespace) -> None:
 
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",
-        "of the KV cache", "ours: die", "retries a step", "cudaMalloc a step",
+        "of the KV cache", "ours: die", "steps that retry",
+        "cudaMalloc, cudaFree in each",
     ) + ("needed, MiB",) * bool(args.buffers)  # fmt: skip
     print("| " + " | ".join(header) + " |")
     print("| --- " * len(header) + "|")
@@ -83,10 +76,12 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     needs = sorted(needed.values())
     served = [run for run in ours["runs"] if run["outcome"] == "served"]
     died = sum(run["outcome"] != "served" for run in official["runs"])
+    steps = sum(run["steps"] for run in served)
+    # Tokens, retries, calls of cudaMalloc and of cudaFree.
+    retried = [step for run in served for step in run["asked"] if step[1]]
 
-    def a_step(what: str) -> str:
-        each = [run[what] / run["steps"] for run in served]
-        return f"{min(each):.1f} to {max(each):.1f}" if each else ""
+    def mean(column: int) -> str:
+        return f"{sum(step[column] for step in retried) / len(retried):.0f}"
 
     return [
         str(ours["activations"] // MIB),
@@ -94,8 +89,8 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f"{set_aside / MIB:.0f}",
         f"{100 * set_aside / (ours['available'] + set_aside):.2f} %",
         f"{sum(need > set_aside for need in needs)} of {len(needs)}",
-        a_step("retries"),
-        a_step("segments"),
+        f"{len(retried)} of {steps}",
+        f"{mean(2)}, {mean(3)}" if retried else "",
         " ".join("more" if need == MORE else str(need // MIB) for need in needs),
     ]
 

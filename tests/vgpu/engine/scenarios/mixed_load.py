@@ -13,17 +13,17 @@ import json
 import random
 import sys
 import tempfile
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import start
+from loads import LOADS, Load
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
     "model": "llama-8b",
     "load": "mixed",  # of LOADS
-    "requests": 0,  # how many; 0: as many as the load has
+    "steps": 0,  # at least so many: requests keep coming
     "v2": False,
     "graphs": False,
     "compile": False,
@@ -35,30 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "buffers": [None],
     "alone": False,
     "llm": {},  # further arguments of LLM
-}
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that arrive at random; ranges and choices are drawn from evenly."""
-
-    requests: int
-    prompts: tuple[tuple[int, int], ...]  # tokens
-    outputs: tuple[int, ...]  # tokens
-    bursts: tuple[int, ...]  # requests that arrive before a step
-    prompt_logprobs: bool = False  # of every other request
-    images: bool = False
-
-
-SHORT, MEDIUM, LONG = (8, 256), (256, 2048), (2048, 7800)
-LOADS = {
-    # Short prompts are as many as medium and long ones together.
-    "mixed": Load(40, (SHORT, SHORT, MEDIUM, LONG), (1, 8, 32, 64), (0, 0, 1, 1, 2, 4, 16)),
-    "chat": Load(120, (SHORT, MEDIUM), (64, 256), (0, 0, 0, 1, 2, 4)),
-    "long context": Load(12, ((8000, 30000),), (1, 8, 32), (0, 0, 1, 2)),
-    "bursts": Load(512, (SHORT,), (1, 8, 32), (0,) * 9 + (128,)),
-    "prompt logprobs": Load(40, (SHORT, MEDIUM, LONG), (1, 8, 32), (0, 0, 1, 2, 4), True),
-    "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
 }
 
 
@@ -114,8 +90,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
     set_aside = getattr(worker, "fragmentation_buffer", 0)  # none: the official release
     kind = LOADS[case["load"]]
-    if case["requests"]:
-        kind = replace(kind, requests=case["requests"])
     runs = []
     for seed in case["seeds"]:
         for buffer in case["buffers"]:
@@ -125,7 +99,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             limit = budget + size - set_aside
             if not case["alone"]:
                 control.other_process(control.memory() - limit)
-            run = load(engine, kind, random.Random(seed), loras, limit)
+            run = load(engine, kind, random.Random(seed), loras, limit, case["steps"])
             run["process_peak"] = control.process_peak()
             runs.append({"seed": seed, "buffer": size} | run)
             control.other_process(-control.other())
@@ -141,7 +115,12 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def load(
-    engine: Any, kind: Load, rng: random.Random, loras: list[str], limit: int
+    engine: Any,
+    kind: Load,
+    rng: random.Random,
+    loras: list[str],
+    limit: int,
+    least_steps: int = 0,
 ) -> dict[str, Any]:
     """Serve requests in `limit` bytes.
 
@@ -158,8 +137,13 @@ def load(
     computed = count_computed(engine)
     result: dict[str, Any] = {"outcome": "served"}
     try:
-        while arrived < kind.requests or engine.has_unfinished_requests():
-            for _ in range(min(rng.choice(kind.bursts), kind.requests - arrived)):
+        while engine.has_unfinished_requests() or (
+            arrived < kind.requests or steps < least_steps
+        ):
+            come = rng.choice(kind.bursts)
+            if steps >= least_steps:
+                come = min(come, max(0, kind.requests - arrived))
+            for _ in range(come):
                 request(engine, kind, rng, str(arrived), loras)
                 arrived += 1
             computed.clear()

@@ -87,7 +87,7 @@ def main() -> None:
     result["peak"] = device.peak()
     peak = result.pop("start_peak", device.process_peak())
     result["process_peak"] = peak - result.get("before", 0)
-    if (asked.get("moved") or asked.get("held")) and device.VIRTUAL:
+    if asked.keys() & {"moved", "held", "serve"} and device.VIRTUAL:
         from vgpu import control
 
         control.other_process(-control.other())  # or the next start has less

@@ -1,0 +1,60 @@
+"""Requests as people send them, and the engines that get them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that arrive at random; ranges and choices are drawn from evenly."""
+
+    requests: int
+    prompts: tuple[tuple[int, int], ...]  # tokens
+    outputs: tuple[int, ...]  # tokens
+    bursts: tuple[int, ...]  # requests that arrive before a step
+    prompt_logprobs: bool = False  # of every other request
+    images: bool = False
+
+
+SHORT, MEDIUM, LONG = (8, 256), (256, 2048), (2048, 7800)
+LOADS = {
+    # Short prompts are as many as medium and long ones together.
+    "mixed": Load(
+        40, (SHORT, SHORT, MEDIUM, LONG), (1, 8, 32, 64), (0, 0, 1, 1, 2, 4, 16)
+    ),
+    "chat": Load(120, (SHORT, MEDIUM), (64, 256), (0, 0, 0, 1, 2, 4)),
+    "long context": Load(12, ((8000, 30000),), (1, 8, 32), (0, 0, 1, 2)),
+    "bursts": Load(512, (SHORT,), (1, 8, 32), (0,) * 9 + (128,)),
+    "all at once": Load(1024, ((8, 64),), (8, 32), (1024,)),
+    "prompt logprobs": Load(
+        40, (SHORT, MEDIUM, LONG), (1, 8, 32), (0, 0, 1, 2, 4), prompt_logprobs=True
+    ),
+    "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
+}
+V2 = {"v2": True}
+# What is tried; "expandable segments" is a variable of the environment.
+CASES: dict[str, dict[str, Any]] = {
+    "8B": {},
+    "8B, V2": V2,
+    "8B, 2048 tokens a batch": {"llm": {"max_num_batched_tokens": 2048}},
+    "8B, 16384 tokens a batch": {"llm": {"max_num_batched_tokens": 16384}},
+    "8B, LoRA": {"lora": True},
+    "8B, CUDA graphs": {"graphs": True},
+    "8B, compiled": {"graphs": True, "compile": True},
+    "8B, expandable segments": {},
+    "8B, EAGLE, V2": V2 | {"draft": 3},
+    "8B, chat": {"load": "chat"},
+    "8B, long context": {"load": "long context", "llm": {"max_model_len": 32768}},
+    "8B, bursts": {"load": "bursts"},
+    "8B, 1024 sequences": {"load": "all at once", "llm": {"max_num_seqs": 1024}},
+    "8B, 1024 sequences, V2": V2
+    | {"load": "all at once", "llm": {"max_num_seqs": 1024}},
+    "8B, prompt logprobs": {"load": "prompt logprobs"},
+    "8B, prompt logprobs, V2": V2 | {"load": "prompt logprobs"},
+    "vision": {"load": "images", "model": "vision"},
+    "vision, V2": V2 | {"load": "images", "model": "vision"},
+    "30B-A3B": {"model": "qwen-30b-a3b"},
+    "small": {"model": "dense"},
+}
