@@ -12,8 +12,8 @@ import json
 import sys
 from typing import Any
 
-from series import REPOSITORY, Base, Problem, command
-from virtual import SCENARIOS, results
+from series import Base, Problem, command
+from virtual import HOOKS, SCENARIOS, results
 
 sys.path.insert(0, str(SCENARIOS))
 
@@ -22,9 +22,7 @@ from loads import CASES
 MIB = 1 << 20
 MORE = 1 << 60  # than was tried
 DEVICE = {"memory": 48 << 30}
-ENGINE = REPOSITORY / "tests/vgpu/engine"
 SCRIPT = SCENARIOS / "mixed_load.py"
-HOOKS = ENGINE / "hooks.toml"
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import bench_start
 from bench_start import MEMORY, MIB, RUNNERS, SCRIPT, outcome, requested
 from series import Base, Problem, command, write_whole
-from virtual import SITES, each_result
+from virtual import HOOKS, SITES, each_result
 
 DEVICE = bench_start.DEVICE
 MODELS = bench_start.MODELS | {
@@ -141,7 +141,7 @@ def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]
             queue.append(start)
         cases = json.dumps([start.case(folder) for start in queue])
         environment = variables | {"VLLM_CACHE_ROOT": str(folder / site)}
-        results = each_result(base, site, DEVICE, SCRIPT, cases, environment)
+        results = each_result(base, site, DEVICE, SCRIPT, cases, environment, HOOKS)
         for result, start in zip(results if queue else (), queue, strict=False):
             found[start] = result
             told = f"{site}: {len(found)} of {len(starts)}, {start.name}"

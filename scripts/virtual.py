@@ -15,6 +15,8 @@ from series import REPOSITORY, Base, Problem
 
 SITES = ("official", "envelope")
 SCENARIOS = REPOSITORY / "tests/vgpu/engine/scenarios"
+# What kernels would have computed, where vLLM reads it back.
+HOOKS = SCENARIOS.parent / "hooks.toml"
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:

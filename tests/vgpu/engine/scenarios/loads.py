@@ -49,8 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, long context": {"load": "long context", "llm": {"max_model_len": 32768}},
     "8B, bursts": {"load": "bursts"},
     "8B, 1024 sequences": {"load": "all at once", "llm": {"max_num_seqs": 1024}},
-    "8B, 1024 sequences, V2": V2
-    | {"load": "all at once", "llm": {"max_num_seqs": 1024}},
     "8B, prompt logprobs": {"load": "prompt logprobs"},
     "8B, prompt logprobs, V2": V2 | {"load": "prompt logprobs"},
     "vision": {"load": "images", "model": "vision"},
