@@ -66,6 +66,8 @@ STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] 
     # Workers that import for themselves.
     "tp2-spawn": ({"method": "spawn", "llm": TP2}, 2, (long,)),
     "tp2-ray": ({"executor": "ray", "llm": TP2}, 2, (long,)),
+    "pp2-v1-ray": ({"v2": False, "executor": "ray", "llm": PP2}, 2, (long,)),
+    "tp2-pp2-ray": ({"executor": "ray", "llm": TP2 | PP2}, 4, (long,)),
     "tp2-engine-process": ({"engine_process": True, "llm": TP2}, 2, (full,)),
 }
 
@@ -100,7 +102,9 @@ def test_ranks_start(
         assert vllm == "official" or taken <= rank["requested"] == REQUESTED, rank
     # All of an engine have as many blocks, so those of the same layers as many bytes.
     if devices == 2 and "pipeline_parallel_size" not in case["llm"]:
-        assert told[0]["used"] == told[1]["used"]
+        # The release's first worker of Ray caches a segment more.
+        cached = 20 * MIB if vllm == "official" and not forked else 0
+        assert abs(told[0]["used"] - told[1]["used"]) <= cached
 
 
 def check_asleep(engine: dict[str, Any]) -> None:
