@@ -50,7 +50,7 @@ def test_another_release_or_config_is_marked_and_not_held_against_the_goals() ->
     exact = "| config exact, same release | KV tokens | 1 | 1.00 % | 1.00 % |"
     assert exact in page
     assert "| all on one GPU | KV tokens | 3 | 49.83 % | 98.00 % |" in page
-    assert "| all replayed | weights | 3 | 10.00 % | 10.00 % | 1024 MiB |" in page
+    assert "| all on one GPU | weights | 3 | 10.00 % | 10.00 % | 1024 MiB |" in page
 
 
 def test_left_out_and_refused_are_said() -> None:
