@@ -149,23 +149,18 @@ static ncclResult_t enter(const char* call, uint64_t size, CUresult error) {
   return injection ? fail(injection, "%s: injected", call) : ncclSuccess;
 }
 
-#define ENTER(size)                                                  \
-  do {                                                               \
-    ncclResult_t entered = enter(__func__, (size), context_enter()); \
-    if (entered) return entered;                                     \
-  } while (0)
-// A communicator has its context: the thread that asks for it, as PyTorch's watchdog
-// does, gets none on device 0.
-#define ENTER_COMM(comm)                                            \
-  do {                                                              \
-    ncclResult_t entered = enter(__func__, 0, context_usable());    \
-    if (entered) return entered;                                    \
-    if (!object_is(comm, COMMUNICATOR)) return ncclInvalidArgument; \
-  } while (0)
 #define TRY(action)                \
   do {                             \
     ncclResult_t tried = (action); \
     if (tried) return tried;       \
+  } while (0)
+#define ENTER(size) TRY(enter(__func__, (size), context_enter()))
+// A communicator has its context: the thread that asks for it, as PyTorch's watchdog
+// does, gets none on device 0.
+#define ENTER_COMM(comm)                                            \
+  do {                                                              \
+    TRY(enter(__func__, 0, context_usable()));                      \
+    if (!object_is(comm, COMMUNICATOR)) return ncclInvalidArgument; \
   } while (0)
 
 // ---- data types

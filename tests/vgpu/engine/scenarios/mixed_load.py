@@ -120,7 +120,7 @@ def load(
     rng: random.Random,
     loras: list[str],
     limit: int,
-    least_steps: int = 0,
+    least_steps: int,
 ) -> dict[str, Any]:
     """Serve requests in `limit` bytes.
 
