@@ -54,8 +54,8 @@ def main(args: argparse.Namespace) -> None:
 
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",
-        "of the KV cache", "ours: die", "steps that retry",
-        "cudaMalloc, cudaFree in each",
+        "of the KV cache", "ours: die", "steps that retry", "their tokens",
+        "retries, cudaMalloc, cudaFree in each",
     ) + ("needed, MiB",) * bool(args.buffers)  # fmt: skip
     print("| " + " | ".join(header) + " |")
     print("| --- " * len(header) + "|")
@@ -75,8 +75,9 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     served = [run for run in ours["runs"] if run["outcome"] == "served"]
     died = sum(run["outcome"] != "served" for run in official["runs"])
     steps = sum(run["steps"] for run in served)
-    # Tokens, retries, calls of cudaMalloc and of cudaFree.
+    # Tokens computed, retries, calls of cudaMalloc and of cudaFree.
     retried = [step for run in served for step in run["asked"] if step[1]]
+    tokens = [step[0] for step in retried]
 
     def mean(column: int) -> str:
         return f"{sum(step[column] for step in retried) / len(retried):.0f}"
@@ -88,7 +89,8 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f"{100 * set_aside / (ours['available'] + set_aside):.2f} %",
         f"{sum(need > set_aside for need in needs)} of {len(needs)}",
         f"{len(retried)} of {steps}",
-        f"{mean(2)}, {mean(3)}" if retried else "",
+        f"{min(tokens)} to {max(tokens)}" if tokens else "",
+        ", ".join(mean(column) for column in (1, 2, 3)) if retried else "",
         " ".join("more" if need == MORE else str(need // MIB) for need in needs),
     ]
 

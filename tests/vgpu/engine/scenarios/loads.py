@@ -34,6 +34,8 @@ LOADS = {
     "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
 }
 V2 = {"v2": True}
+# Half of the device, as the utilization. The official release has no such option.
+LIMIT = {"gpu_memory_limit_bytes": 24 << 30}
 # What is tried; "expandable segments" is a variable of the environment.
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
@@ -53,6 +55,15 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, prompt logprobs, V2": V2 | {"load": "prompt logprobs"},
     "vision": {"load": "images", "model": "vision"},
     "vision, V2": V2 | {"load": "images", "model": "vision"},
+    "8B, limit in bytes": {"llm": LIMIT},
+    "8B, limit in bytes, V2": V2 | {"llm": LIMIT},
+    "8B, limit in bytes, 16384 tokens a batch": {
+        "llm": LIMIT | {"max_num_batched_tokens": 16384}
+    },
+    "8B, limit in bytes, compiled": {"graphs": True, "compile": True, "llm": LIMIT},
+    "8B, limit in bytes, expandable segments": {"llm": LIMIT},
+    "8B, limit in bytes, prompt logprobs": {"load": "prompt logprobs", "llm": LIMIT},
     "30B-A3B": {"model": "qwen-30b-a3b"},
+    "30B-A3B, limit in bytes": {"model": "qwen-30b-a3b", "llm": LIMIT},
     "small": {"model": "dense"},
 }

@@ -51,6 +51,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     import models
     import torch
     from vllm import LLM
+    from vllm.config import CacheConfig
 
     from vgpu import control
 
@@ -77,10 +78,10 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if LOADS[case["load"]].images:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
-    llm = LLM(
-        models.write(case["model"], folder / "model"),
-        **(start.ENGINE | arguments | case["llm"]),
-    )
+    arguments = start.ENGINE | arguments | case["llm"]
+    if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # the official release
+        arguments.pop("gpu_memory_limit_bytes", None)
+    llm = LLM(models.write(case["model"], folder / "model"), **arguments)
     engine = llm.llm_engine
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
     cache = engine.vllm_config.cache_config
