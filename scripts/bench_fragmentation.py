@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",
         "of the KV cache", "ours: die", "steps that retry", "their tokens",
-        "retries, cudaMalloc, cudaFree in each",
+        "cudaMalloc, cudaFree in each",
     ) + ("needed, MiB",) * bool(args.buffers)  # fmt: skip
     print("| " + " | ".join(header) + " |")
     print("| --- " * len(header) + "|")
@@ -90,7 +90,7 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f"{sum(need > set_aside for need in needs)} of {len(needs)}",
         f"{len(retried)} of {steps}",
         f"{min(tokens)} to {max(tokens)}" if tokens else "",
-        ", ".join(mean(column) for column in (1, 2, 3)) if retried else "",
+        f"{mean(2)}, {mean(3)}" if retried else "",
         " ".join("more" if need == MORE else str(need // MIB) for need in needs),
     ]
 

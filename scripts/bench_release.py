@@ -59,9 +59,27 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--last", type=int, default=70)
     parser.add_argument("--step", type=int, default=20)
     parser.add_argument("--results", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="such files, to print and start nothing"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
+    rows = read(args.read) if args.read else measure(args)
+    columns = "| starts | peak/requested | full batches | KV, MiB | KV tokens " * 2
+    print("| model | runner | mode | beside | utilization " + columns + "|")
+    print("| --- " * 15 + "|")
+    for row in rows:
+        print(row.line())
+    print()
+    for line in (*summary(rows), "", *verdict(rows)):
+        print(line)
+    if args.results:
+        told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
+        write_whole(args.results, json.dumps(told, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
     base = Base.load(args.root, args.base)
     percents = range(args.first, args.last + 1, args.step)
     starts = [start for start in grid(percents) if re.search(args.only, start.name)]
@@ -69,18 +87,27 @@ def main(args: argparse.Namespace) -> None:
         raise Problem("--only, --first, --last: no row is left")
     with ThreadPoolExecutor(len(SITES)) as pool:
         both = list(pool.map(partial(start_all, base, starts), SITES))
-    rows = [Row(*row) for row in zip(starts, *both, strict=True)]
-    columns = "| starts | peak/requested | full batches | KV, MiB | KV tokens " * 2
-    print("| model | runner | mode | beside | utilization " + columns + "|")
-    print("| --- " * 15 + "|")
-    for row in rows:
-        print(row.line())
-    print()
-    for line in verdict(rows):
-        print(line)
-    if args.results:
-        told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
-        write_whole(args.results, json.dumps(told, indent=1) + "\n")
+    return [Row(*row) for row in zip(starts, *both, strict=True)]
+
+
+def read(files: list[Path]) -> list[Row]:
+    """The rows of earlier runs.
+
+    Raises:
+        Problem: a file has none, or those of another device.
+    """
+    rows = []
+    for file in files:
+        try:
+            told = json.loads(file.read_text())
+            if told["device"] != DEVICE:
+                raise Problem(f"{file}: rows of {told['device']}, not of {DEVICE}")
+            for row in told["rows"]:
+                start = Start(**row["start"])
+                rows.append(Row(start, row["official"], row["envelope"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Problem(f"{file}: not a file of --results ({error!r})") from error
+    return rows
 
 
 @dataclass(frozen=True)
@@ -208,6 +235,25 @@ class Row:
             f"{self.fewer / MIB:.0f} MiB of KV cache: --gpu-memory-utilization "
             f"{utilization + more:.3f} instead of {utilization:.2f}"
         )
+
+
+def summary(rows: list[Row]) -> Iterator[str]:
+    """Rows of a model and runner, in one."""
+    one = "| start | exceed their request | fail a full batch "
+    yield "| model | runner | rows " + one * 2 + "| less KV cache, MiB |"
+    yield "| --- " * 10 + "|"
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.start.model, row.start.runner), []).append(row)
+    for kind, same in kinds.items():
+        cells = [*kind, str(len(same))]
+        for site in SITES:
+            started = [row for row in same if row.started(site)]
+            over = sum(row.ratio(site) > 1 for row in started)
+            died = sum(not row.lives(site) for row in started)
+            cells += [str(len(started)), str(over), str(died)]
+        fewer = [row.fewer // MIB for row in same]
+        yield f"| {' | '.join(cells)} | {min(fewer)} to {max(fewer)} |"
 
 
 def verdict(rows: list[Row]) -> Iterator[str]:

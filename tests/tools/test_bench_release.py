@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from conftest import SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS))
 
-from bench_release import Row, Start, grid, verdict
+from bench_release import DEVICE, Row, Start, grid, read, summary, verdict
 from bench_start import MEMORY, MIB
+from series import Problem
 
 HALF = MEMORY // 2
 
@@ -70,3 +74,19 @@ def test_each_row_has_a_name() -> None:
     assert len(names) == len(starts)
     assert "LoRA V2 compiled expandable segments 0.70" in names
     assert "dense V1 eager 0.50" in names
+
+
+def test_results_are_read_again(tmp_path: Path) -> None:
+    start = Start("dense", "V1", "eager", "", 50)
+    row = Row(start, started(500 * MIB, HALF + 1), started(372 * MIB))
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"device": DEVICE, "rows": [asdict(row)]}))
+    assert read([file, file]) == [row, row]
+    line = list(summary([row, row]))[-1]
+    assert line == "| dense | V1 | 2 | 2 | 2 | 0 | 2 | 0 | 0 | 128 to 128 |"
+    file.write_text(json.dumps({"device": {}, "rows": []}))
+    with pytest.raises(Problem, match="not of"):
+        read([file])
+    file.write_text("{")
+    with pytest.raises(Problem, match="not a file of --results"):
+        read([file])

@@ -23,6 +23,7 @@ ENOUGH: dict[str, Any] = (
     {"llm": {"fragmentation_buffer_bytes": 518 * MIB}} if BASE == "0.26.0" else {}
 )
 MIXED = "8B"
+EXPANDABLE = "8B, expandable segments"
 
 
 def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
@@ -64,27 +65,17 @@ def test_envelope_lives(name: str, tmp_path: Path) -> None:
     assert result["set_aside"] <= 64 * MIB or ENOUGH
 
 
-@pytest.mark.full
-@pytest.mark.skipif(BASE == "0.26.0", reason="it serves without a split limit")
-def test_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a split limit small tensors keep more of their pages than are set aside:
-    of 20 loads this one died."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    result = serve(CASES[MIXED] | {"seeds": [413]}, "envelope", tmp_path)
-    (load,) = result["runs"]
-    assert load["outcome"] == "served", load
-    monkeypatch.setenv(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:10000"
-    )
-    result = serve(CASES[MIXED] | {"seeds": [413]}, "envelope", tmp_path)
-    (load,) = result["runs"]
-    assert load["outcome"] == "OOM", "the user's own split limit is to be left alone"
-
-
 @pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
-@pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
-def test_no_step_asks_the_device_in_each_layer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [MIXED, *(pytest.param(n, marks=long) for n in ("8B, V2", EXPANDABLE))],
+)
+def test_no_step_asks_the_device_in_each_layer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a limit in bytes, as fewer tokens are scheduled than were profiled."""
+    if name == EXPANDABLE:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     tokens = []
     for llm, in_each_layer in (({}, False), ({"max_num_scheduled_tokens": 8192}, True)):
         result = serve(CASES[name] | {"llm": LIMIT | llm}, "envelope", tmp_path)

@@ -36,6 +36,10 @@ LOADS = {
 V2 = {"v2": True}
 # Half of the device, as the utilization. The official release has no such option.
 LIMIT = {"gpu_memory_limit_bytes": 24 << 30}
+LONG_CONTEXT = {
+    "max_model_len": 32768,
+    "hf_overrides": {"max_position_embeddings": 32768},
+}
 # What is tried; "expandable segments" is a variable of the environment.
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
@@ -48,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, expandable segments": {},
     "8B, EAGLE, V2": V2 | {"draft": 3},
     "8B, chat": {"load": "chat"},
-    "8B, long context": {"load": "long context", "llm": {"max_model_len": 32768}},
+    "8B, long context": {"load": "long context", "llm": LONG_CONTEXT},
     "8B, bursts": {"load": "bursts"},
     "8B, 1024 sequences": {"load": "all at once", "llm": {"max_num_seqs": 1024}},
     "8B, prompt logprobs": {"load": "prompt logprobs"},
@@ -63,6 +67,10 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, limit in bytes, compiled": {"graphs": True, "compile": True, "llm": LIMIT},
     "8B, limit in bytes, expandable segments": {"llm": LIMIT},
     "8B, limit in bytes, prompt logprobs": {"load": "prompt logprobs", "llm": LIMIT},
+    "8B, limit in bytes, long context": {
+        "load": "long context",
+        "llm": LIMIT | LONG_CONTEXT,
+    },
     "30B-A3B": {"model": "qwen-30b-a3b"},
     "30B-A3B, limit in bytes": {"model": "qwen-30b-a3b", "llm": LIMIT},
     "small": {"model": "dense"},
