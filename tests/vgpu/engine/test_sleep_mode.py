@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, run
+from harness import BASE, ROOT, run
 
 SCRIPT = ROOT / "scripts/sleep_load.py"
 SEGMENT = 2 << 20
@@ -23,6 +23,14 @@ CASES = {
     "dense": "loaded",
 }
 SMALL = {"memory": "96MiB"}
+OLDER = BASE == "0.26.0"
+
+
+def newer(why: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(OLDER, reason=why)
+
+
+NOT_CARRIED_OVER = newer("0.26.0 has only what loading in the pool takes")
 cases = pytest.mark.parametrize(
     "case",
     [
@@ -77,6 +85,7 @@ def test_envelope_loads_in_five_percent_more_than_tensors_hold(
     assert result["reserved"] == result["after"]
 
 
+@newer("PyTorch 2.11 ends the process at the first pool that is dropped in use")
 def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
     case = {"sequences": 50, "shrink": False}
     result = run("allocator", case, vllm="official", device=SMALL, folder=tmp_path)
@@ -97,6 +106,7 @@ def test_envelope_allocator_agrees_with_the_driver(
     assert result["steps"] > 10 * sequences
 
 
+@NOT_CARRIED_OVER
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("level", "v2"),
@@ -122,6 +132,7 @@ def test_updating_weights_ends_where_it_began(
     assert result["reloaded"]
 
 
+@newer("PyTorch 2.11 takes nothing back of a pool in use; modules are swept")
 def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
     """The table of docs/loading-in-a-live-pool.md."""
     device = {"memory": "3000MiB"}
@@ -148,8 +159,12 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
     result = run(
         "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
     )
-    assert result["killed"] <= programs // 1000
-    assert result["saved"] > 40 * result["killed"]
+    if OLDER:  # its rule saves 18 to 20 of 10,000
+        assert result["killed"] == 0
+        assert result["saved"] >= programs // 1000
+    else:
+        assert result["killed"] <= programs // 1000
+        assert result["saved"] > 40 * result["killed"]
     for kill in result["kills"]:
         # What PyTorch's own reclaiming costs, without sleep mode too.
         assert not kill["lives without a pool"]
@@ -181,6 +196,7 @@ def test_two_threads_free(rounds: int, tmp_path: Path) -> None:
     assert result["records"] == 0
 
 
+@NOT_CARRIED_OVER
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])
 def test_host_memory_of_level_1(model: str, layers: int, tmp_path: Path) -> None:
@@ -205,6 +221,7 @@ OFFLOADS = {
 }
 
 
+@NOT_CARRIED_OVER
 @pytest.mark.long
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])

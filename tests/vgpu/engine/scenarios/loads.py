@@ -40,10 +40,12 @@ LONG_CONTEXT = {
     "max_model_len": 32768,
     "hf_overrides": {"max_position_embeddings": 32768},
 }
+DEEP = {"hf_overrides": {"num_hidden_layers": 32}}  # the others have 8 layers
 # What is tried; "expandable segments" is a variable of the environment.
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
     "8B, V2": V2,
+    "8B of 32 layers": {"llm": DEEP},
     "8B, 2048 tokens a batch": {"llm": {"max_num_batched_tokens": 2048}},
     "8B, 16384 tokens a batch": {"llm": {"max_num_batched_tokens": 16384}},
     "8B, LoRA": {"lora": True},
@@ -60,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vision": {"load": "images", "model": "vision"},
     "vision, V2": V2 | {"load": "images", "model": "vision"},
     "8B, limit in bytes": {"llm": LIMIT},
+    "8B of 32 layers, limit in bytes": {"llm": LIMIT | DEEP},
     "8B, limit in bytes, V2": V2 | {"llm": LIMIT},
     "8B, limit in bytes, 16384 tokens a batch": {
         "llm": LIMIT | {"max_num_batched_tokens": 16384}
