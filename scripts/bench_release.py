@@ -238,10 +238,14 @@ class Row:
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """Rows of a model and runner, in one."""
+    """Rows of a model and runner, in one.
+
+    What is left is what ours has never taken of its request, full batches included.
+    """
     one = "| start | exceed their request | fail a full batch "
-    yield "| model | runner | rows " + one * 2 + "| less KV cache, MiB |"
-    yield "| --- " * 10 + "|"
+    told = "| less KV cache, MiB | left, MiB |"
+    yield "| model | runner | rows " + one * 2 + told
+    yield "| --- " * 11 + "|"
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.start.model, row.start.runner), []).append(row)
@@ -253,7 +257,11 @@ def summary(rows: list[Row]) -> Iterator[str]:
             died = sum(not row.lives(site) for row in started)
             cells += [str(len(started)), str(over), str(died)]
         fewer = [row.fewer // MIB for row in same]
-        yield f"| {' | '.join(cells)} | {min(fewer)} to {max(fewer)} |"
+        cells.append(f"{min(fewer)} to {max(fewer)}")
+        served = [row.envelope["peak"] for row in same if row.lives("envelope")]
+        left = [(MEMORY - peak) // MIB for peak in served]
+        cells.append(f"{min(left)} to {max(left)}" if left else "")
+        yield f"| {' | '.join(cells)} |"
 
 
 def verdict(rows: list[Row]) -> Iterator[str]:

@@ -27,6 +27,7 @@ def started(kv: int, peak: int = HALF, served: str = "lives") -> dict[str, Any]:
         "outcome": "started",
         "kv": kv,
         "process_peak": peak,
+        "peak": MEMORY - 20 * MIB,
         "blocks": 10,
         "block_size": 16,
     }
@@ -83,7 +84,7 @@ def test_results_are_read_again(tmp_path: Path) -> None:
     file.write_text(json.dumps({"device": DEVICE, "rows": [asdict(row)]}))
     assert read([file, file]) == [row, row]
     line = list(summary([row, row]))[-1]
-    assert line == "| dense | V1 | 2 | 2 | 2 | 0 | 2 | 0 | 0 | 128 to 128 |"
+    assert line == "| dense | V1 | 2 | 2 | 2 | 0 | 2 | 0 | 0 | 128 to 128 | 20 to 20 |"
     file.write_text(json.dumps({"device": {}, "rows": []}))
     with pytest.raises(Problem, match="not of"):
         read([file])
