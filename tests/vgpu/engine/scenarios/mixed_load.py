@@ -144,6 +144,8 @@ def load(
             come = rng.choice(kind.bursts)
             if steps >= least_steps:
                 come = min(come, max(0, kind.requests - arrived))
+            elif engine.get_num_unfinished_requests() >= kind.requests:
+                come = 0  # enough wait
             for _ in range(come):
                 request(engine, kind, rng, str(arrived), loras)
                 arrived += 1
