@@ -88,6 +88,7 @@ def test_no_step_asks_the_device_in_each_layer(
 
 
 @long
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(BASE == "0.26.0", reason="its default is no bound")
 @pytest.mark.parametrize("name", [n for n in CASES if "expandable" not in n])
 def test_two_thousand_steps(name: str, tmp_path: Path) -> None:
