@@ -17,7 +17,7 @@ from virtual import HOOKS, SCENARIOS, results
 
 sys.path.insert(0, str(SCENARIOS))
 
-from loads import CASES
+from loads import CASES, environment
 
 MIB = 1 << 20
 MORE = 1 << 60  # than was tried
@@ -44,13 +44,9 @@ def main(args: argparse.Namespace) -> None:
     seeds = list(range(args.first_seed, args.first_seed + args.seeds))
 
     def measure(name: str, site: str, buffers: list[int | None]) -> dict[str, Any]:
-        environment = {}
-        if "expandable" in name:
-            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         argument = json.dumps(CASES[name] | {"seeds": seeds, "buffers": buffers})
-        return results(base, site, DEVICE, SCRIPT, argument, environment, config=HOOKS)[
-            -1
-        ]
+        variables = environment(name)
+        return results(base, site, DEVICE, SCRIPT, argument, variables, HOOKS)[-1]
 
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",

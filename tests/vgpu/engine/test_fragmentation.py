@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import BASE, HOOKS, run
-from loads import CASES, LIMIT
+from loads import CASES, LIMIT, environment
 
 MIB = 2**20
 DEVICE = {"memory": "48GiB"}
@@ -23,7 +23,6 @@ ENOUGH: dict[str, Any] = (
     {"llm": {"fragmentation_buffer_bytes": 518 * MIB}} if BASE == "0.26.0" else {}
 )
 MIXED = "8B"
-EXPANDABLE = "8B, expandable segments"
 
 
 def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
@@ -68,14 +67,18 @@ def test_envelope_lives(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize(
     "name",
-    [MIXED, *(pytest.param(n, marks=long) for n in ("8B, V2", EXPANDABLE))],
+    [
+        MIXED,
+        pytest.param("8B, V2", marks=long),
+        pytest.param("8B, expandable segments", marks=long),
+    ],
 )
 def test_no_step_asks_the_device_in_each_layer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a limit in bytes, as fewer tokens are scheduled than were profiled."""
-    if name == EXPANDABLE:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for variable, value in environment(name).items():
+        monkeypatch.setenv(variable, value)
     tokens = []
     for llm, in_each_layer in (({}, False), ({"max_num_scheduled_tokens": 8192}, True)):
         result = serve(CASES[name] | {"llm": LIMIT | llm}, "envelope", tmp_path)
@@ -90,7 +93,7 @@ def test_no_step_asks_the_device_in_each_layer(
 @long
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(BASE == "0.26.0", reason="its default is no bound")
-@pytest.mark.parametrize("name", [n for n in CASES if "expandable" not in n])
+@pytest.mark.parametrize("name", [n for n in CASES if not environment(n)])
 def test_two_thousand_steps(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name] | {"steps": 2000}, "envelope", tmp_path)["runs"]
     assert load["outcome"] == "served", load

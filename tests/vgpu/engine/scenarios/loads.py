@@ -41,7 +41,7 @@ LONG_CONTEXT = {
     "hf_overrides": {"max_position_embeddings": 32768},
 }
 DEEP = {"hf_overrides": {"num_hidden_layers": 32}}  # the others have 8 layers
-# What is tried; "expandable segments" is a variable of the environment.
+# What is tried; see environment(), too.
 CASES: dict[str, dict[str, Any]] = {
     "8B": {},
     "8B, V2": V2,
@@ -78,3 +78,9 @@ CASES: dict[str, dict[str, Any]] = {
     "30B-A3B, limit in bytes": {"model": "qwen-30b-a3b", "llm": LIMIT},
     "small": {"model": "dense"},
 }
+
+
+def environment(case: str) -> dict[str, str]:
+    """The variables that a case is started with."""
+    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return expandable if "expandable" in case else {}
