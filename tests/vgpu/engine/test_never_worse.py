@@ -284,6 +284,16 @@ BATCHES: dict[str, dict[str, Any]] = {
     "dense": {"graphs": True, "llm": {"compilation_config": {"mode": 0}}},
     "experts": {"model": "moe"},
     "hybrid": {"model": "hybrid", "llm": {"gdn_prefill_backend": "triton"}},
+    # Whose KV cache holds fewer sequences than are scheduled.
+    "hybrid in half": {
+        "model": "hybrid",
+        "graphs": True,
+        "llm": {
+            "gdn_prefill_backend": "triton",
+            "gpu_memory_utilization": 0.5,
+            "compilation_config": {"mode": 0},
+        },
+    },
     "vision": {"model": "vision"},
     "draft": {"model": "dense", "draft": 2},
 }
@@ -296,6 +306,7 @@ BATCHES: dict[str, dict[str, Any]] = {
         pytest.param("experts", True, marks=full),
         pytest.param("hybrid", False, marks=full),
         pytest.param("hybrid", True, marks=full),
+        ("hybrid in half", False),
         pytest.param("vision", False, marks=full),
         pytest.param("draft", True, marks=full),
     ],

@@ -281,6 +281,19 @@ def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
     assert reports[0]["left"] >= reports[0]["lost_to_other_ranks"] - 4 * MIB
 
 
+@full
+def test_ranks_profile_as_many_sequences(tmp_path: Path) -> None:
+    """Of a hybrid, whose KV cache holds fewer sequences than are scheduled, and fewer
+    on one device than on the other: all ranks run the same passes."""
+    llm = TP2 | {"gdn_prefill_backend": "triton", "max_num_seqs": 512}
+    case = {"model": "hybrid", "generate": 4, "llm": llm}
+    (engine,) = ranks([case], "envelope", tmp_path, second='memory = "3GiB"')["every"]
+    assert engine["outcome"] == "started", engine
+    assert engine["tokens"] == [4] * 4
+    for rank in engine["ranks"]:
+        assert rank["peak"] - rank["before"] <= rank["requested"]
+
+
 def test_refused_on_one_slice(tmp_path: Path) -> None:
     """A limit that one slice has not, and a co-tenant that leaves too little on one."""
     limit = TP2 | {"gpu_memory_limit_bytes": 7 * GIB // 2}
