@@ -10,7 +10,7 @@ RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase pr check verify vgpu ray envelope test test-all test-long topics lint bench bench-load \
-  bench-start bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
+  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -79,6 +79,9 @@ bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 
 bench-start: vgpu envelope  ## what a start takes of what it requested
 	@$(call RUN,bench_start)
+
+bench-extensible: vgpu envelope  ## the KV cache extended after capture, beside estimated
+	@$(call RUN,bench_extensible)
 
 bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
 	@$(call RUN,bench_release) $(if $(ONLY),--only "$(ONLY)")

@@ -186,7 +186,7 @@ def inject(
     """Makes calls fail, in any process of the run.
 
     `call` is a name or a pattern (cuMemCreate, cudaMalloc, nvml*). Of the calls of
-    more than `over` bytes on `device` (-1: any), the `nth` from now (0: the next)
+    more than `over` bytes on `device` (-1: any), the `nth` from now (1, or 0: the next)
     and those after it fail, `times` in all. `error` is a name (out_of_memory;
     NoPermission for NVML) or a number.
     """

@@ -56,6 +56,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     },
+    # Every other layer looks at a window.
+    "sliding": COMMON
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 128,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_local_base_freq": 10000.0,
+    },
     # The shapes of Qwen3 30B-A3B, in a twelfth of its layers.
     "qwen-30b-a3b": COMMON
     | {

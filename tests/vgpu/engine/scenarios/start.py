@@ -403,6 +403,7 @@ def move_as(phase: str, size: Any) -> None:
         "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
         "kv_cache": [(Worker, "initialize_from_config")],
         "capture": [(Worker, "_get_cudagraph_capture_context")],
+        "extend": [(Worker, "extend_kv_cache")],
     }
     for owner, name in beginnings[phase]:
         before(owner, name, lambda: device.other_process(size))

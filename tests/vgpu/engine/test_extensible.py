@@ -1,0 +1,172 @@
+"""A KV cache that is extended after warm-up and capture, beside one that is estimated.
+
+Both are ours: `--enable-extensible-kv-cache` or not.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HOOKS, run
+from test_ranks import PP2, TP2, ranks
+
+MIB, GIB = 2**20, 2**30
+# The device of make bench-release.
+SMALL: dict[str, object] = {"memory": 2560 * MIB, "graph": 700 << 10}
+REQUESTED = math.ceil(2560 * MIB * 0.7)
+LAYERS = 10  # of no model more, the draft's included
+# The driver maps 2 MiB at once: lost at the end of each layer.
+LOST = 2 * MIB * LAYERS
+full = pytest.mark.full
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": "dense"},
+    "experts": {"model": "moe"},
+    "hybrid": {"model": "hybrid", "llm": {"gdn_prefill_backend": "triton"}},
+    "draft": {"model": "dense", "draft": 2},
+    "vision": {"model": "vision"},
+    "sliding": {"model": "sliding"},
+    # Others have the blocks of a layer beside each other.
+    "block first": {
+        "model": "dense",
+        "environment": {"VLLM_KV_CACHE_LAYOUT": "BLNHC"},
+    },
+}
+
+
+def case(name: str, v2: bool, extensible: bool, **more: Any) -> dict[str, Any]:
+    model = MODELS[name]
+    llm = {
+        "gpu_memory_utilization": 0.7,
+        "max_num_seqs": 128,
+        "enable_extensible_kv_cache": extensible,
+    }
+    llm |= model.get("llm", {}) | more.pop("llm", {})
+    if more.get("graphs"):
+        llm["compilation_config"] = {"mode": 0}
+    return model | {"v2": v2, "report": True, "llm": llm} | more
+
+
+def starts(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    results = run(
+        "starts", cases, vllm="envelope", device=SMALL, hooks=HOOKS, folder=folder
+    )["every"]
+    return list(results)
+
+
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=full)])
+@pytest.mark.parametrize(
+    ("name", "v2"),
+    [
+        ("dense", True),
+        pytest.param("dense", False, marks=full),
+        pytest.param("experts", True, marks=full),
+        pytest.param("hybrid", False, marks=full),
+        pytest.param("hybrid", True, marks=full),
+        pytest.param("draft", False, marks=full),
+        ("draft", True),
+        pytest.param("vision", True, marks=full),
+        pytest.param("sliding", True, marks=full),
+        pytest.param("block first", True, marks=full),
+    ],
+)
+def test_kv_cache_takes_what_is_left(
+    name: str, v2: bool, graphs: bool, tmp_path: Path
+) -> None:
+    """It serves the largest batches, in what was requested, and graphs are captured
+    once: none are profiled."""
+    cases = [
+        case(name, v2, extensible, graphs=graphs, serve=True)
+        for extensible in (False, True)
+    ]
+    estimated, extended = starts(cases, tmp_path)
+    for result in estimated, extended:
+        assert result["outcome"] == "started", result
+        assert result["served"] == "lives"
+        assert result["process_peak"] <= REQUESTED
+    assert not extended["report"]["cuda_graphs_estimated"]
+    before, now = (r["report"]["kv_cache"] for r in (estimated, extended))
+    assert now >= before - LOST
+    # What the estimate leaves is the KV cache's now.
+    left = extended["report"]["left"]
+    assert 0 <= left < LOST
+    if estimated["report"]["left"] > LOST:
+        assert now > before
+    assert (name, v2, graphs) != ("draft", True, True) or now > before + 16 * MIB
+
+
+@pytest.mark.parametrize("v2", [pytest.param(False, marks=full), True])
+def test_the_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
+    """Blocks and bytes, with and without extending."""
+    asked: list[dict[str, Any]] = [
+        {"num_gpu_blocks_override": 8000},
+        {"kv_cache_memory_bytes": 512 * MIB},
+    ]
+    for llm in asked:
+        cases = [
+            case("dense", v2, extensible, graphs=True, llm=llm)
+            for extensible in (False, True)
+        ]
+        estimated, extended = starts(cases, tmp_path)
+        assert extended["outcome"] == "started", extended
+        assert extended["blocks"] == estimated["blocks"]
+
+
+@pytest.mark.parametrize("v2", [pytest.param(False, marks=full), True])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=full)])
+def test_sleeps_and_wakes_up(v2: bool, level: int, tmp_path: Path) -> None:
+    """All of it goes, and comes back with its tag."""
+    (result,) = starts(
+        [case("dense", v2, True, graphs=True, sleep=level, generate=4)], tmp_path
+    )
+    assert result["outcome"] == "started", result
+    assert result["tokens"] == [4] * 4
+    slept, kv = result["sleep"], result["report"]["kv_cache"]
+    assert slept["awake again"] - slept["weights"] == kv
+    assert slept["awake"] - slept["asleep"] >= kv
+
+
+@pytest.mark.parametrize(
+    "llm", [TP2, pytest.param(PP2, marks=full)], ids=["tp2", "pp2"]
+)
+def test_blocks_of_the_smallest_rank(llm: dict[str, Any], tmp_path: Path) -> None:
+    """On devices of different size."""
+    llm = llm | {"enable_extensible_kv_cache": True}
+    asked = {"graphs": True, "report": True, "generate": 4, "llm": llm}
+    result = ranks([asked], "envelope", tmp_path, second='memory = "3GiB"')
+    (engine,) = result["every"]
+    assert engine["outcome"] == "started", engine
+    assert engine["tokens"] == [4] * 4
+    reports = [engine["reports"][f"report.json.rank{rank}"] for rank in (0, 1)]
+    for rank, report in zip(engine["ranks"], reports, strict=True):
+        assert rank["peak"] - rank["before"] <= rank["requested"]
+        assert report["kv_cache_blocks"] == engine["blocks"]
+    assert reports[0]["lost_to_other_ranks"] > 400 * MIB
+    assert reports[1]["lost_to_other_ranks"] == 0
+    assert 0 <= reports[1]["left"] < LOST
+
+
+def test_no_memory_to_extend(tmp_path: Path) -> None:
+    """Another process takes what was requested, after it was measured."""
+    (result,) = starts(
+        [case("dense", True, True, moved="2GiB", moved_at="extend")], tmp_path
+    )
+    assert result["outcome"] == "RuntimeError"
+    assert "Cannot extend the KV cache from" in result["error"]
+
+
+def test_every_call_may_fail(tmp_path: Path) -> None:
+    """What was mapped stays mapped, and nothing else; then it can be extended."""
+    result = run(
+        "extend_fails", {}, vllm="envelope", device=SMALL, folder=tmp_path
+    )
+    for failure in result["failures"]:
+        assert (failure["left"] == [0, 0]) == bool(failure["error"]), failure
+        assert failure["fired"] == bool(failure["error"])
+    failed = [failure["call"] for failure in result["failures"] if failure["error"]]
+    assert len(failed) == 3 * 4  # each call, at each of the four layers
+    assert result["held"] == result["mapped"]
+    assert result["closed"] == 0
