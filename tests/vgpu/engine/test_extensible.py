@@ -98,6 +98,19 @@ def test_kv_cache_takes_what_is_left(
     assert (name, v2, graphs) != ("draft", True, True) or now > before + 16 * MIB
 
 
+@full
+@pytest.mark.parametrize("v2", [False, True])
+def test_nearly_all_of_the_device(v2: bool, tmp_path: Path) -> None:
+    """Blocks of a hybrid are zeroed before they are used, by their size: it is that of
+    the addresses, whatever part of them is mapped."""
+    most = {"gpu_memory_utilization": 0.9}
+    (result,) = starts(
+        [case("hybrid", v2, True, graphs=True, generate=4, llm=most)], tmp_path
+    )
+    assert result["outcome"] == "started", result
+    assert result["tokens"] == [4] * 4
+
+
 @pytest.mark.parametrize("v2", [pytest.param(False, marks=full), True])
 def test_the_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
     """Blocks and bytes, with and without extending."""
@@ -160,9 +173,7 @@ def test_no_memory_to_extend(tmp_path: Path) -> None:
 
 def test_every_call_may_fail(tmp_path: Path) -> None:
     """What was mapped stays mapped, and nothing else; then it can be extended."""
-    result = run(
-        "extend_fails", {}, vllm="envelope", device=SMALL, folder=tmp_path
-    )
+    result = run("extend_fails", {}, vllm="envelope", device=SMALL, folder=tmp_path)
     for failure in result["failures"]:
         assert (failure["left"] == [0, 0]) == bool(failure["error"]), failure
         assert failure["fired"] == bool(failure["error"])
