@@ -50,9 +50,11 @@ def case(name: str, v2: bool, extensible: bool, **more: Any) -> dict[str, Any]:
     return model | {"v2": v2, "report": True, "llm": llm} | more
 
 
-def starts(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def starts(
+    cases: list[dict[str, Any]], folder: Path, device: dict[str, object] = SMALL
+) -> list[dict[str, Any]]:
     results = run(
-        "starts", cases, vllm="envelope", device=SMALL, hooks=HOOKS, folder=folder
+        "starts", cases, vllm="envelope", device=device, hooks=HOOKS, folder=folder
     )["every"]
     return list(results)
 
@@ -96,6 +98,30 @@ def test_kv_cache_takes_what_is_left(
     if estimated["report"]["left"] > LOST:
         assert now > before
     assert (name, v2, graphs) != ("draft", True, True) or now > before + 16 * MIB
+
+
+@full
+@pytest.mark.parametrize("name", ["dense", "draft"])
+@pytest.mark.parametrize(
+    "costs",
+    [{"first_graph": 96 * MIB}, {"graph": 100 << 10, "graph_node": 64 << 10}],
+    ids=["first", "nodes"],
+)
+def test_graphs_that_cost_more_than_they_say(
+    costs: dict[str, object], name: str, tmp_path: Path
+) -> None:
+    cases = [
+        case(name, True, extensible, graphs=True, serve=True)
+        for extensible in (False, True)
+    ]
+    estimated, extended = starts(cases, tmp_path, SMALL | costs)
+    for result in estimated, extended:
+        assert result["outcome"] == "started", result
+        assert result["served"] == "lives"
+        assert result["process_peak"] <= REQUESTED
+    gained = extended["report"]["kv_cache"] - estimated["report"]["kv_cache"]
+    assert gained >= (8 * MIB if name == "draft" else -LOST)
+    assert 0 <= extended["report"]["left"] < LOST
 
 
 @full
