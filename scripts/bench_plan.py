@@ -147,7 +147,8 @@ def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
                 return Row(run, version, json.loads(file.read_text()))
             done = plan.foresee(start, folder, run["id"])
         except Problem as problem:
-            return Row(run, version, {}, str(problem).splitlines()[0][:300])
+            said = str(problem).replace(f"{folder}/", "").splitlines()[0]
+            return Row(run, version, {}, said[:300])
     write_whole(file, json.dumps(done.result, indent=1) + "\n")
     return Row(run, version, done.result)
 
