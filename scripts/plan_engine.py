@@ -183,7 +183,10 @@ def watch(result: dict[str, Any], told: Path) -> None:
 
     def allocated(worker: Any, _: Any) -> None:
         kv = worker.model_runner.kv_cache_config
-        result["kv_cache"] = sum(tensor.size for tensor in kv.kv_cache_tensors)
+        sizes = [tensor.size for tensor in kv.kv_cache_tensors]
+        # Since 0.31.0 all lie in one allocation, of which each tells the size.
+        shared = any(hasattr(tensor, "layers") for tensor in kv.kv_cache_tensors)
+        result["kv_cache"] = max(sizes) if shared else sum(sizes)
         result["blocks"] = kv.num_blocks
 
     def ready(worker: Any, _: Any) -> None:

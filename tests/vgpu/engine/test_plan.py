@@ -62,6 +62,20 @@ def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.full
+def test_layers_that_share_the_kv_cache(tmp_path: Path) -> None:
+    """A hybrid's groups of layers lie in the same memory, which is counted once."""
+    config = tmp_path / "hybrid.json"
+    config.write_text(json.dumps(MODELS["hybrid"]))
+    told, _ = foreseen(
+        tmp_path, "--model", str(config), "--gpu", "rtx4090", "--release", "official",
+        "--flags", f"{FLAGS} --gdn-prefill-backend triton",
+    )  # fmt: skip
+    result = told["result"]
+    assert result["kv_cache"] <= result["kv_available"]
+    assert min(result["in_use"].values()) >= 0
+
+
 @pytest.mark.long
 def test_the_first_of_two_ranks(tmp_path: Path) -> None:
     told, _ = foreseen(
