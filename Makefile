@@ -5,7 +5,7 @@ OLDER := 0.26.0
 ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
-RUN = .venv/bin/python scripts/$(1).py --base $(BASE)
+RUN = .venv/bin/python -m $(1) --base $(BASE)
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
@@ -16,38 +16,38 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 unexport PYTHONDONTWRITEBYTECODE
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
-	@$(call RUN,build_wheel) --arch $(ARCH)
+	@$(call RUN,scripts.build_wheel) --arch $(ARCH)
 
 overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
-	@$(call RUN,overlay) --arch $(ARCH)
+	@$(call RUN,scripts.overlay) --arch $(ARCH)
 
 image: overlay  ## IMAGE= on the official image, or the tag or digest given
-	@$(call RUN,image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
+	@$(call RUN,scripts.image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
 	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
-	@$(call RUN,source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
+	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
 
 export: .venv/ready  ## vllm/'s commits back to patch files
-	@$(call RUN,export)
+	@$(call RUN,scripts.export)
 
 rebase: source  ## TO=: the series for another release; CHECK=1 only reports
-	@$(call RUN,rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
+	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
 
 pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
-	@$(call RUN,source)
-	@$(call RUN,pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
+	@$(call RUN,scripts.source)
+	@$(call RUN,scripts.pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
 	  --git $(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed)) \
 	  $(if $(ONTO),--onto $(ONTO)) $(if $(BRANCH),--branch $(BRANCH)) \
 	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation $(VALIDATION)) \
 	  $(if $(NO_HOOKS),--no-hooks)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
-	@$(call RUN,check)
+	@$(call RUN,scripts.check)
 
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else
-	@$(call RUN,verify) $(WHEEL)
+	@$(call RUN,scripts.verify) $(WHEEL)
 
 vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 	@$(ENV)/bin/python -m vgpu build
@@ -55,72 +55,72 @@ vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 ray: build/ray/ready  ## for the tests of its workers
 
 envelope: wheel
-	@$(call RUN,unpack)
+	@$(call RUN,scripts.unpack)
 
 test: vgpu envelope overlay  ## what shows that it works, in minutes
-	@$(call RUN,run_tests) $(TOOLS) vgpu
+	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
 
 test-all: vgpu envelope overlay ray check  ## everything
 	@$(MAKE) -s vgpu BASE=$(OLDER)
-	@$(call RUN,run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
+	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
 
 test-long: vgpu envelope ray  ## what takes too long for every run
-	@$(call RUN,run_tests) vgpu-long
+	@$(call RUN,scripts.run_tests) vgpu-long
 
 topics: vgpu envelope  ## BASE=: its wheel, each topic once
-	@$(call RUN,verify) $(WHEEL)
-	@$(call RUN,run_tests) topics
+	@$(call RUN,scripts.verify) $(WHEEL)
+	@$(call RUN,scripts.run_tests) topics
 
 bench: .venv/ready
-	@$(call RUN,bench_wheel)
+	@$(call RUN,bench.wheel)
 
 bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
-	@$(call RUN,bench_load)
+	@$(call RUN,bench.load)
 
 bench-start: vgpu envelope  ## what a start takes of what it requested
-	@$(call RUN,bench_start)
+	@$(call RUN,bench.start)
 
 bench-extensible: vgpu envelope  ## the KV cache extended after capture, beside estimated
-	@$(call RUN,bench_extensible)
+	@$(call RUN,bench.extensible)
 
 bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
-	@$(call RUN,bench_release) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)")
 
 bench-first-start: vgpu envelope  ## the first start beside the second; ONLY=pattern
-	@$(call RUN,bench_first_start) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,bench.first_start) $(if $(ONLY),--only "$(ONLY)")
 
 bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
-	@$(call RUN,bench_suggestion)
+	@$(call RUN,bench.suggestion)
 
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
-	@$(call RUN,bench_fragmentation)
+	@$(call RUN,bench.fragmentation)
 
 plan: .venv/ready  ## MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
-	@$(call RUN,plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
+	@$(call RUN,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
 	  $(if $(FLAGS),--flags='$(FLAGS)') $(if $(RELEASE),--release $(RELEASE)) \
 	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
 	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
 	  $(if $(SVG),--svg "$(SVG)")
 
 bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern AGAIN=1
-	@$(call RUN,bench_plan) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
+	@$(call RUN,bench.published_runs) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
 	  --page docs/plan-against-real-cards.md
 
 gpu: vgpu envelope  ## the suite on this machine's GPU; ONLY=pattern
-	@$(call RUN,gpu) $(if $(ONLY),--only "$(ONLY)")
-	@$(call RUN,results_page)
+	@$(call RUN,gpu.suite) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,gpu.results_page)
 
 calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
-	@$(call RUN,calibrate)
-	@$(call RUN,results_page)
+	@$(call RUN,gpu.calibrate)
+	@$(call RUN,gpu.results_page)
 
 bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network
 	@$(MAKE) -s wheel ARCH=x86_64
-	@$(call RUN,bundle) $(if $(SM),--architecture $(SM)) \
+	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
 	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 results-page: .venv/ready  ## docs/gpu.md from results/
-	@$(call RUN,results_page)
+	@$(call RUN,gpu.results_page)
 
 lint: .venv/ready
 	@.venv/bin/pre-commit run --all-files

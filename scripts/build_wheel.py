@@ -24,7 +24,7 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
-from series import (
+from scripts.series import (
     BASE_REF,
     Base,
     Extension,

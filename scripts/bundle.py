@@ -5,7 +5,7 @@
 The machine has Python, PyTorch and what PyTorch and transformers need. The bundle
 adds the official wheel with the kernels of one architecture (thin.py), the files that
 ours changes, vLLM's tests, and the packages below in the versions that requirements/
-pins. gpu.py --bundle and calibrate.py --bundle unpack it.
+pins. `python -m gpu.suite --bundle` and `gpu.calibrate --bundle` unpack it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from check import tests_of_series
-from series import Base, Problem, command, fetch, git, locked, scratch
-from thin import thin
+from scripts.check import tests_of_series
+from scripts.series import Base, Problem, command, fetch, git, locked, scratch
+from scripts.thin import thin
 
 # What vLLM and its tests import, and an image for PyTorch does not bring.
 PACKAGES = {

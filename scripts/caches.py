@@ -32,8 +32,8 @@ def environment(
 ) -> dict[str, str]:
     """`base` for processes that keep what they keep in `folder`.
 
-    `shelf` is the folder of kernels that kernel_shelf.py shares; it must be on their
-    path.
+    `shelf` is the folder of kernels that kernel_shelf.py shares; this repository must
+    be on their path.
     """
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def environment(
     }
     if shelf is not None:
         result |= {
-            "TRITON_CACHE_MANAGER": "kernel_shelf:Shelf",
+            "TRITON_CACHE_MANAGER": "scripts.kernel_shelf:Shelf",
             "KERNEL_SHELF": str(shelf),
         }
     return result

@@ -21,10 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
-import caches
-from build_wheel import changed_members
-from series import BASE_REF, Base, Problem, apply, command, git, locked, scratch
-from virtual import SCENARIOS
+from scripts import caches
+from scripts.build_wheel import changed_members
+from scripts.series import BASE_REF, Base, Problem, apply, command, git, locked, scratch
 
 DEVICE = ("--memory", "16GiB")
 TEST_LIMIT = 900
@@ -203,7 +202,7 @@ def run_tests(
 ) -> dict[str, str]:
     """Outcome (passed, failed or skipped) by test name."""
     report = site / "report.xml"
-    paths = (site, base.root, SCENARIOS, folder / "run/tests/vllm_test_utils")
+    paths = (site, base.root, folder / "run/tests/vllm_test_utils")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "VLLM_NO_USAGE_STATS": "1",

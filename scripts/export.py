@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from series import (
+from scripts.series import (
     APPLIED_REF,
     BASE_REF,
     NAMES_REF,

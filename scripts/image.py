@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 
-from series import REPOSITORY, Base, Problem, command
+from scripts.series import REPOSITORY, Base, Problem, command
 
 BUILDERS = ("docker", "podman", "buildah")
 

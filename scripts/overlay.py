@@ -9,7 +9,7 @@ import os
 import zipfile
 from pathlib import Path
 
-from series import Base, Problem, command, fetch, locked, scratch
+from scripts.series import Base, Problem, command, fetch, locked, scratch
 
 DATE = (2000, 1, 1, 0, 0, 0)
 

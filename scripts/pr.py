@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from check import lint, touched_lines
-from series import (
+
+from scripts.check import lint, touched_lines
+from scripts.series import (
     IDENTITY,
     Base,
     Outcome,

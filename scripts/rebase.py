@@ -14,8 +14,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from check import own_tests, touched_lines
-from series import (
+from scripts.check import own_tests, touched_lines
+from scripts.series import (
     BASE_REF,
     NAMES_REF,
     Base,
@@ -32,7 +32,7 @@ from series import (
     transplant,
     unresolved,
 )
-from source import start
+from scripts.source import start
 
 SAID = {
     "applies": "applies",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from series import Base, Problem, command
+from scripts.series import Base, Problem, command
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from series import (
+from scripts.series import (
     APPLIED_REF,
     BASE_REF,
     IDENTITY,

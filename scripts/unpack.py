@@ -10,7 +10,7 @@ import argparse
 import os
 import zipfile
 
-from series import Base, Problem, command, locked, scratch, sha256
+from scripts.series import Base, Problem, command, locked, scratch, sha256
 
 
 def main(args: argparse.Namespace) -> None:

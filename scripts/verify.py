@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from series import BASE_REF, Base, Problem, command, fetch, git
+from scripts.series import BASE_REF, Base, Problem, command, fetch, git
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
+# For `python -m` of this project's modules.
+FROM_ANYWHERE = os.environ | {"PYTHONPATH": str(ROOT)}
 ARCHES = ("x86_64", "aarch64")
 
 EXTENSION = """\
@@ -139,9 +141,8 @@ class Project:
     environment: dict[str, str]
 
     def command(self, script: str, *arguments: str) -> list[str]:
-        path = str(SCRIPTS / f"{script}.py")
-        return [sys.executable, path, "--root", str(self.root), "--base", "1.2.3",
-                *arguments]  # fmt: skip
+        return [sys.executable, "-m", f"scripts.{script}", "--root", str(self.root),
+                "--base", "1.2.3", *arguments]  # fmt: skip
 
     def run(
         self, script: str, *arguments: str, **kwargs: object
@@ -206,6 +207,14 @@ class Project:
         }
 
 
+def module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What `python -m` of one of this project's modules ends with."""
+    return subprocess.run(
+        [sys.executable, "-m", name, *arguments],
+        env=FROM_ANYWHERE, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def project(index: tuple[str, Path], tmp_path: Path) -> Project:
     return new_project(index, tmp_path)
@@ -229,7 +238,7 @@ def new_project(index: tuple[str, Path], folder: Path) -> Project:
         'headers = []\nlibraries = ["libcuda.so.1"]\nlimited_api = "0x03080000"\n'
     )
     (patches / "base.toml").write_text(base)
-    environment = os.environ | {
+    environment = FROM_ANYWHERE | {
         "PIP_INDEX_URL": url,
         "ENVELOPE_CACHE": str(folder / "cache"),
         "no_proxy": "127.0.0.1",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import bench_plan  # noqa: E402
-import plan  # noqa: E402
+from bench import plan, published_runs
+from scripts.series import REPOSITORY
 
 GIB = 1 << 30
 RUN: dict[str, Any] = {
@@ -27,12 +24,12 @@ RUN: dict[str, Any] = {
 STARTED = {"outcome": "started", "weights": 11 * GIB, "kv_tokens": 990}
 
 
-def row(release: str = "0.19.0", **changed: Any) -> bench_plan.Row:
-    return bench_plan.Row(RUN | changed, release, STARTED)
+def row(release: str = "0.19.0", **changed: Any) -> published_runs.Row:
+    return published_runs.Row(RUN | changed, release, STARTED)
 
 
 def test_error_is_foreseen_less_published() -> None:
-    *_, last = cells = bench_plan.of_run(row()).strip("| ").split(" | ")
+    *_, last = cells = published_runs.of_run(row()).strip("| ").split(" | ")
     assert cells[2] == "11.00 / 10.00 (+10.0 %)"
     assert cells[3:7] == [""] * 4  # not published
     assert last == "990 / 1,000 (-1.0 %)"
@@ -44,7 +41,7 @@ def test_another_release_or_config_is_marked_and_not_held_against_the_goals() ->
         row("0.26.0", id="newer", kv_tokens=500),
         row(id="stand-in", config_exact=False, kv_tokens=2000),
     ]
-    page = bench_plan.page(rows)
+    page = published_runs.page(rows)
     assert "| newer | 0.26.0 for 0.19.0 | 11.00 / " in page
     assert "| stand-in (config not exact) | 0.19.0 |" in page
     exact = "| config exact, same release | KV tokens | 1 | 1.00 % | 1.00 % |"
@@ -54,9 +51,11 @@ def test_another_release_or_config_is_marked_and_not_held_against_the_goals() ->
 
 
 def test_left_out_and_refused_are_said() -> None:
-    refused = bench_plan.Row(RUN, "0.19.0", {"outcome": "ValueError", "error": "No."})
-    left_out = bench_plan.Row(RUN | {"id": "two"}, "", {}, "2 GPUs: not yet")
-    page = bench_plan.page([refused, left_out])
+    refused = published_runs.Row(
+        RUN, "0.19.0", {"outcome": "ValueError", "error": "No."}
+    )
+    left_out = published_runs.Row(RUN | {"id": "two"}, "", {}, "2 GPUs: not yet")
+    page = published_runs.page([refused, left_out])
     assert "| a run | 0.19.0 | No. |" in page
     assert "- two: 2 GPUs: not yet" in page
 
@@ -77,14 +76,14 @@ def test_nearest_release(
         ready.parent.mkdir()
         ready.touch()
     (tmp_path / f".venv-vllm-{wanted}").mkdir()  # not ready
-    assert bench_plan.nearest(tmp_path, wanted) == found
+    assert published_runs.nearest(tmp_path, wanted) == found
 
 
 def test_every_run_has_its_config_and_a_card() -> None:
-    folder = ROOT / bench_plan.DATA
+    folder = REPOSITORY / published_runs.DATA
     runs = tomllib.loads((folder / "runs.toml").read_text())["run"]
     assert len(runs) == len({run["id"] for run in runs}) == 33
     for run in runs:
         assert (folder / run["config_file"]).is_file()
-        card = next(c for word, c in bench_plan.CARDS.items() if word in run["gpu"])
+        card = next(c for word, c in published_runs.CARDS.items() if word in run["gpu"])
         assert card in plan.cards()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SCRIPTS
 
-sys.path.insert(0, str(SCRIPTS))
-
-from bench_release import DEVICE, Row, Start, grid, read, summary, verdict
-from bench_start import MEMORY, MIB
-from series import Problem
+from bench.release import DEVICE, Row, Start, grid, read, summary, verdict
+from bench.start import MEMORY, MIB
+from scripts.series import Problem
 
 HALF = MEMORY // 2
 

@@ -13,14 +13,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS
 
-sys.path.insert(0, str(SCRIPTS))
-
-import bundle
-from kit import Kit
-from series import Problem
-from thin import CUBIN, PTX, thin
+from gpu.kit import Kit
+from scripts import bundle
+from scripts.series import Problem
+from scripts.thin import CUBIN, PTX, thin
 
 
 def entry(kind: int, architecture: int, text: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What scripts/gpu.py and calibrate.py say of figures, and the page made of them.
+"""What gpu/suite.py and calibrate.py say of figures, and the page made of them.
 
 The figures here are made up; those of GPUs are in results/ alone.
 """
@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SCRIPTS
 
-sys.path.insert(0, str(SCRIPTS))
-
-import calibrate
-import card
-import gpu
-import results_page
-from series import Problem
-
+from gpu import calibrate, card, results_page, suite
+from scripts.series import Problem
+from tests.tools.conftest import module
 from vgpu import config
 
 GIB = 2**30
-WHOLE = gpu.Machine(141 * GIB, 140 * GIB, "", virtual=False, large=True)
+WHOLE = suite.Machine(141 * GIB, 140 * GIB, "", virtual=False, large=True)
 GPU = {
     "name": "NVIDIA H200",
     "memory": WHOLE.total,
@@ -48,7 +40,7 @@ SERVED: dict[str, Any] = {
 
 
 def broken(case: str, unpatched: Any, patched: Any) -> list[str]:
-    (found,) = (c for c in gpu.CASES if c.name == case)
+    (found,) = (c for c in suite.CASES if c.name == case)
     return [w for w, _, holds in found.judge(WHOLE, unpatched, patched) if not holds]
 
 
@@ -87,8 +79,8 @@ def test_an_engine_that_does_not_start_does_not_hold() -> None:
 
 def test_a_peak_above_the_limit_does_not_hold() -> None:
     case = "start within a limit, beside a co-tenant"
-    ran = {"outcome": "started", "process_peak": gpu.LIMIT}
-    over = ran | {"process_peak": gpu.LIMIT + 1}
+    ran = {"outcome": "started", "process_peak": suite.LIMIT}
+    over = ran | {"process_peak": suite.LIMIT + 1}
     assert broken(case, over, ran) == []
     assert broken(case, ran, over) == [
         "unpatched: goes over 4 GiB",
@@ -97,17 +89,17 @@ def test_a_peak_above_the_limit_does_not_hold() -> None:
 
 
 def test_cases_say_why_they_are_not_run() -> None:
-    cases = {case.name: case for case in gpu.CASES}
-    small = gpu.Machine(16 * GIB, 15 * GIB, "", virtual=False, large=True)
-    slice_ = gpu.Machine(16 * GIB, 15 * GIB, "HAMi", virtual=False, large=True)
-    assert f"{31 * GIB} bytes are needed" in gpu.why_not(
+    cases = {case.name: case for case in suite.CASES}
+    small = suite.Machine(16 * GIB, 15 * GIB, "", virtual=False, large=True)
+    slice_ = suite.Machine(16 * GIB, 15 * GIB, "HAMi", virtual=False, large=True)
+    assert f"{31 * GIB} bytes are needed" in suite.why_not(
         cases["loading: experts"], small
     )
     limited = cases["start within a limit, beside a co-tenant"]
-    assert gpu.why_not(limited, small) == ""
-    assert gpu.why_not(limited, slice_) == "HAMi"
-    assert gpu.why_not(cases["start in the slice"], small) == "the GPU is whole"
-    assert gpu.why_not(cases["start in the slice"], slice_) == ""
+    assert suite.why_not(limited, small) == ""
+    assert suite.why_not(limited, slice_) == "HAMi"
+    assert suite.why_not(cases["start in the slice"], small) == "the GPU is whole"
+    assert suite.why_not(cases["start in the slice"], slice_) == ""
     # Any card of 16 GiB runs all but the largest load.
     too_large = [name for name, case in cases.items() if case.needs > small.free]
     assert too_large == ["loading: experts"]
@@ -126,18 +118,14 @@ def test_what_cuts_the_gpu_is_named(
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    for script in ("gpu", "calibrate"):
-        done = subprocess.run(
-            [sys.executable, str(SCRIPTS / f"{script}.py"), "--out", str(tmp_path)],
-            capture_output=True,
-            text=True,
-        )
+    for name in ("suite", "calibrate"):
+        done = module(f"gpu.{name}", "--out", tmp_path)
         assert done.returncode == 1
         assert done.stderr.startswith("error: no GPU: there is no libcuda.so.1")
     assert not list(tmp_path.iterdir())
 
 
-def suite(**changed: Any) -> dict[str, Any]:
+def written(**changed: Any) -> dict[str, Any]:
     entry = {
         "unpatched": {"outcome": "OOM"},
         "patched": {"outcome": "loaded", "peak": 123},
@@ -149,7 +137,7 @@ def suite(**changed: Any) -> dict[str, Any]:
         "gpu": GPU,
         "host": {"cpus": 2, "kernel": "6"},
         "versions": {"torch": "2"},
-        "command": "python scripts/gpu.py",
+        "command": "python -m gpu.suite",
         "cases": {"churn": entry, "late": {"not run": "3 s are left"}},
         "seconds": 2.0,
     } | changed
@@ -158,7 +146,7 @@ def suite(**changed: Any) -> dict[str, Any]:
 def calibration() -> dict[str, Any]:
     memory = {"model": 50 * GIB, "kv_cache": 10 * GIB}
     predicted = {"model": 51 * GIB, "kv_cache": 9 * GIB}
-    return suite(
+    return written(
         kind="calibration",
         date="2020-01-02",
         measured={"context": 512},
@@ -177,7 +165,7 @@ def test_a_prediction_is_judged_by_the_goal() -> None:
 
 
 def test_the_page_shows_every_figure_and_check(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(suite()))
+    (tmp_path / "a.json").write_text(json.dumps(written()))
     (tmp_path / "b.json").write_text(json.dumps(calibration()))
     text = results_page.page(tmp_path)
     assert "No results yet" not in text
@@ -196,7 +184,7 @@ def test_the_page_shows_every_figure_and_check(tmp_path: Path) -> None:
 
 def test_the_page_takes_no_virtual_results(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(suite(gpu=GPU | {"virtual": True})))
+    path.write_text(json.dumps(written(gpu=GPU | {"virtual": True})))
     with pytest.raises(Problem, match="made on the virtual device"):
         results_page.page(tmp_path)
     path.write_text("{}")
@@ -205,10 +193,7 @@ def test_the_page_takes_no_virtual_results(tmp_path: Path) -> None:
 
 
 def test_the_page_in_docs_is_that_of_results() -> None:
-    script = SCRIPTS / "results_page.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--check"], capture_output=True, text=True
-    )
+    done = module("gpu.results_page", "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Project
-from test_overlay import ARCH, make_overlay
+
+from tests.tools.conftest import Project
+from tests.tools.test_overlay import ARCH, make_overlay
 
 STAND_IN = "FROM scratch\nCOPY root/ /\nENV PATH=/usr/bin:/bin\n"
 TOOLS = ("sh", "uname")

@@ -12,7 +12,8 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
-from test_overlay import Installed, built, make
+
+from tests.tools.test_overlay import Installed, built, make
 
 __all__ = ["built", "make"]
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/vllm-on-a-slice.yaml"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/memory_picture.py"
+from tests.tools.conftest import module
+
 MIB = 1 << 20
 REPORT = {
     "device": "cuda:0",
@@ -26,9 +26,7 @@ REPORT = {
 def draw(folder: Path, content: str) -> subprocess.CompletedProcess[str]:
     path = folder / "report.json"
     path.write_text(content)
-    return subprocess.run(
-        [sys.executable, SCRIPT, path], capture_output=True, text=True
-    )
+    return module("bench.memory_picture", path)
 
 
 @pytest.mark.parametrize("left", [120 * MIB, -20 * MIB])

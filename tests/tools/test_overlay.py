@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import INFO, SCRIPTS, Project, new_project, write_wheel
+
+from tests.tools.conftest import INFO, ROOT, Project, new_project, write_wheel
 
 ARCH = os.uname().machine
 OURS = "vllm-1.2.3+envelope.3.dist-info"
@@ -516,7 +517,7 @@ def test_the_overlay_is_the_same_each_time(built: Project) -> None:
 
 
 def test_the_installer_needs_python_3_10_and_its_library_alone() -> None:
-    source = (SCRIPTS / "overlay_installer.py").read_text()
+    source = (ROOT / "scripts/overlay_installer.py").read_text()
     imports = {
         (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
         for node in ast.walk(ast.parse(source, feature_version=(3, 10)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS
+
+from tests.tools.conftest import module
 
 MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CASES = {
@@ -53,11 +52,7 @@ def test_what_is_asked_wrongly_is_one_line(case: str, tmp_path: Path) -> None:
     python.touch()
     (root / "build").mkdir()
     given = [argument.format(**files) for argument in arguments]
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "plan.py", "--root", root, "--release", "official",
-         *given],
-        capture_output=True, text=True, cwd=tmp_path, timeout=60,
-    )  # fmt: skip
+    done = module("bench.plan", "--root", root, "--release", "official", *given)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert expected in done.stderr
@@ -67,10 +62,9 @@ def test_no_environment_says_what_makes_it(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     model.write_text(json.dumps(MODEL))
     (tmp_path / "build").mkdir()
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "plan.py", "--root", tmp_path, "--release",
-         "official", "--model", model, "--gpu", "RTX 4090"],
-        capture_output=True, text=True, timeout=60,
+    done = module(
+        "bench.plan", "--root", tmp_path, "--release", "official", "--model", model,
+        "--gpu", "RTX 4090",
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: 'make .venv-vllm-0.33.0/ready' first.\n"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import OLDER, SCRIPTS, SOURCES, Project
 
-ROOT = SCRIPTS.parent
+from tests.tools.conftest import OLDER, ROOT, SOURCES, Project
+
 TOPIC = "halve-what-is-requested"
 TEMPLATE = """\
 ## Overview
@@ -323,9 +322,8 @@ def test_every_patch_of_ours_has_its_proposal() -> None:
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the source distributions of vLLM 0.32.0 and 0.33.0."""
     folder = tmp_path_factory.mktemp("upstream")
-    sys.path.append(str(SCRIPTS))
-    from series import Artifact, Base, fetch
-    from test_rebase import PINNED
+    from scripts.series import Artifact, Base, fetch
+    from tests.tools.test_rebase import PINNED
 
     older = Artifact("vllm-0.32.0.tar.gz", PINNED)
     for artifact in (older, Base.load(ROOT, "0.33.0").sdist):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import signal
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import OLDER, SCRIPTS, SOURCES, Project
+
+from scripts.series import cache_folder
+from tests.tools.conftest import OLDER, ROOT, SOURCES, Project, module
 
 PLAN = SOURCES["vllm/plan.py"]
 PINNED = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
@@ -151,18 +152,14 @@ def test_a_release_that_is_there(series: Project) -> None:
     assert "v1.2.3 is there already" in error
 
 
-def test_the_series_on_the_release_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_series_on_the_release_before() -> None:
     """Our own patches on vLLM 0.32.0, whose source is pinned here."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    from series import cache_folder
-
-    command = [sys.executable, str(SCRIPTS / "rebase.py"), "--to", "0.32.0", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = module("scripts.rebase", "--to", "0.32.0", "--check")
     assert done.returncode == 0, done.stderr
     sdist = cache_folder() / PINNED[:16] / "vllm-0.32.0.tar.gz"
     assert hashlib.sha256(sdist.read_bytes()).hexdigest() == PINNED
     lines = done.stdout.splitlines()
-    patches = (SCRIPTS.parent / "patches/v0.33.0/series").read_text().split()
+    patches = (ROOT / "patches/v0.33.0/series").read_text().split()
     told = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
     assert told == patches
     assert lines[:2] == [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from conftest import SCRIPTS
 
-PATCHES = SCRIPTS.parent / "patches"
+from tests.tools.conftest import ROOT
+
+PATCHES = ROOT / "patches"
 NEWEST, *OLDER = sorted(
     (folder.name for folder in PATCHES.glob("v*")),
     key=lambda name: [int(part) for part in name[1:].split(".")],

@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SOURCES, Project
+
+from tests.tools.conftest import SOURCES, Project
 
 
 def test_source_is_the_release_and_one_commit_a_patch(patched: Project) -> None:

@@ -17,7 +17,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import INFO, METADATA, Project, tamper
+
+from tests.tools.conftest import INFO, METADATA, Project, tamper
 
 OURS = "vllm-1.2.3+envelope.2.dist-info"
 

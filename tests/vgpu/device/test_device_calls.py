@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 import pytest
-from ctypes_cuda import (
+
+from tests.vgpu.device.ctypes_cuda import (
     GIB,
     ILLEGAL_ADDRESS,
     INVALID_HANDLE,
@@ -23,7 +24,6 @@ from ctypes_cuda import (
     READ,
     Cuda,
 )
-
 from vgpu import control
 
 G = 2 * MIB
@@ -92,7 +92,7 @@ def test_virtual_memory_refuses_what_the_driver_refuses() -> None:
         == NOT_SUPPORTED
     )
     granularity = c_size_t()
-    from ctypes_cuda import Location, Properties
+    from tests.vgpu.device.ctypes_cuda import Location, Properties
 
     properties = Properties(type=1, location=Location(1, 0))
     gpu.call("cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ctypes_cuda import GIB, MIB, OK, OUT_OF_MEMORY, Cuda
 
+from tests.vgpu.device.ctypes_cuda import GIB, MIB, OK, OUT_OF_MEMORY, Cuda
 from vgpu import timeline
 from vgpu.errors import VgpuError
 
 G = 2 * MIB
 ROOT = Path(__file__).resolve().parents[3]
-HERE = Path(__file__).parent
 
 
 def vgpu(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -33,8 +32,9 @@ def vgpu(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[
 
 
 PRELUDE = (
-    f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]\n"
-    "from ctypes_cuda import *\nfrom vgpu import control\ngpu = Cuda()\n"
+    f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    "from tests.vgpu.device.ctypes_cuda import *\n"
+    "from vgpu import control\ngpu = Cuda()\n"
 )
 
 

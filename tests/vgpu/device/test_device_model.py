@@ -7,9 +7,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from ctypes_cuda import INVALID_VALUE, MIB, OK, OUT_OF_MEMORY, Cuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.vgpu.device.ctypes_cuda import INVALID_VALUE, MIB, OK, OUT_OF_MEMORY, Cuda
 
 G = 2 * MIB
 MEMORY = 32 * G

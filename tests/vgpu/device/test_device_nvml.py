@@ -41,7 +41,7 @@ def test_devices_and_memory() -> None:
     memory="8GiB", other="4GiB", nvml_total="3GiB", nvml_own_use=True, context="1MiB"
 )
 def test_nvml_of_a_slice_counts_its_own_processes() -> None:
-    from ctypes_cuda import Cuda
+    from tests.vgpu.device.ctypes_cuda import Cuda
 
     n = nvml()
     handle = n.nvmlDeviceGetHandleByIndex(0)
@@ -69,7 +69,7 @@ print(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free)
 
 @pytest.mark.vgpu(memory="8GiB")
 def test_processes_are_listed_with_what_they_use() -> None:
-    from ctypes_cuda import Cuda
+    from tests.vgpu.device.ctypes_cuda import Cuda
 
     n = nvml()
     Cuda().malloc(GIB)
@@ -81,7 +81,7 @@ def test_processes_are_listed_with_what_they_use() -> None:
 
 @pytest.mark.vgpu(memory="8GiB", mps=True)
 def test_clients_of_mps_are_listed_as_such() -> None:
-    from ctypes_cuda import Cuda
+    from tests.vgpu.device.ctypes_cuda import Cuda
 
     n = nvml()
     Cuda().malloc(GIB)

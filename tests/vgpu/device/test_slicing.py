@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slicing
-from ctypes_cuda import GIB, MIB, OK, OUT_OF_MEMORY, Cuda
 
+from tests.vgpu.device import slicing
+from tests.vgpu.device.ctypes_cuda import GIB, MIB, OK, OUT_OF_MEMORY, Cuda
 from vgpu import config, launch
 
+HERE = "tests.vgpu.device.test_slicing"  # run as a program, too
 SLICE = GIB
 
 
@@ -45,7 +46,7 @@ def run(
             preload.insert(order, str(library))
             env["LD_PRELOAD"] = ":".join(preload)
         done = subprocess.run(
-            [sys.executable, __file__, program.__name__],
+            [sys.executable, "-m", HERE, program.__name__],
             env=env, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,7 +123,7 @@ def linked_and_looked_up() -> None:
 def held(size: int, environment: dict[str, str]) -> subprocess.Popen[str]:
     """A process that holds bytes until its input ends."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "hold", str(size)],
+        [sys.executable, "-m", HERE, "hold", str(size)],
         env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout and process.stdout.readline() == "0\n"

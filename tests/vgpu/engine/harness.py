@@ -14,15 +14,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import caches as caches_of_runs
-from starts import IMPORTED
-
+from bench.scenarios.starts import IMPORTED
+from scripts import caches as caches_of_runs
 from vgpu import config, launch
 from vgpu.server import Server
 
 ROOT = Path(__file__).resolve().parents[3]
-SCENARIOS = Path(__file__).parent / "scenarios"
-HOOKS = Path(__file__).with_name("hooks.toml").read_text()
+HOOKS = (ROOT / "bench/scenarios/hooks.toml").read_text()
 # The official release is the installed one; ours lies before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
@@ -34,8 +32,8 @@ if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
 
 
 def run(
-    scenario: str | Path,
-    case: Mapping[str, Any] | Sequence[Mapping[str, Any]] | list[str],
+    scenario: str,
+    case: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     vllm: str,
     device: Mapping[str, object],
@@ -49,9 +47,9 @@ def run(
     """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
     if it prints several, all of them as "every".
 
-    A scenario is the name of a file in scenarios/, which takes its case as JSON, or
-    the path of a script with arguments of its own. It starts cold: no result of an
-    earlier run is there, unless `caches` is the folder where that run kept them.
+    A scenario is a module of bench/scenarios/; it is given its case, as JSON if that is
+    no string. It starts cold: no result of an earlier run is there, unless `caches` is
+    the folder where that run kept them.
     `forked` from a process that has imported vLLM without FlashInfer, or else one that
     imports for itself.
 
@@ -69,9 +67,8 @@ def run(
     environment = environment_of(vllm, own)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
-    script = SCENARIOS / f"{scenario}.py" if isinstance(scenario, str) else scenario
-    arguments = [json.dumps(case)] if isinstance(scenario, str) else map(str, case)
-    command = [str(script), *arguments]
+    argument = case if isinstance(case, str) else json.dumps(case)
+    command = ["-m", f"bench.scenarios.{scenario}", argument]
     out, error = folder / "stdout", folder / "stderr"
     if forked:
         server(vllm).run(
@@ -99,7 +96,7 @@ def run(
 def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     site = SITES[vllm]
     assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
-    paths = [site, str(ROOT), str(SCENARIOS)]
+    paths = [site, str(ROOT)]
     base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     return caches_of_runs.environment(base, caches, SHELF)
 

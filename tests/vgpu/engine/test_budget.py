@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, run
+
+from tests.vgpu.engine.harness import BASE, run
 
 MIB, GIB = 2**20, 2**30
 full, topic = pytest.mark.full, pytest.mark.topic

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
-from harness import run
+
+from tests.vgpu.engine import harness
+from tests.vgpu.engine.harness import run
 
 MIB = 2**20
 DEVICE = {"memory": "8GiB"}

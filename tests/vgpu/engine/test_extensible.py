@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HOOKS, run
-from test_ranks import PP2, TP2, ranks
+
+from tests.vgpu.engine.harness import HOOKS, run
+from tests.vgpu.engine.test_ranks import PP2, TP2, ranks
 
 MIB, GIB = 2**20, 2**30
 # The device of make bench-release.

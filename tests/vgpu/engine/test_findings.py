@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import run
+
+from tests.vgpu.engine.harness import run
 
 MIB = 2**20
 DEVICE = {"memory": "8GiB"}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
+
+from tests.vgpu.engine.harness import run
 
 MIB = 2**20
 DEVICE: dict[str, object] = {"memory": "8GiB"}

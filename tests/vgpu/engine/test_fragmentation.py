@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, HOOKS, run
-from loads import CASES, LIMIT, environment
+
+from bench.scenarios.loads import CASES, LIMIT, environment
+from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 MIB = 2**20
 DEVICE = {"memory": "48GiB"}

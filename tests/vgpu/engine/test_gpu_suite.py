@@ -14,9 +14,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import caches
 import pytest
-from harness import HOOKS, ROOT
+
+from scripts import caches
+from tests.vgpu.engine.harness import HOOKS, ROOT
 
 MIB = 2**20
 CARD = """
@@ -39,10 +40,10 @@ PARAMETERS = {
 
 
 def call(
-    script: str, *arguments: str, folder: Path, card: str = CARD
+    module: str, *arguments: str, folder: Path, card: str = CARD
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script below the virtual device, or beside it if `card` is empty."""
-    command = [sys.executable, str(ROOT / f"scripts/{script}.py"), *arguments]
+    """Run one of gpu/ below the virtual device, or beside it if `card` is empty."""
+    command = [sys.executable, "-m", f"gpu.{module}", *arguments]
     if card:
         settings = folder / "card.toml"
         settings.write_text(card)
@@ -61,7 +62,7 @@ def call(
 
 def suite(only: str, folder: Path, card: str = CARD) -> dict[str, Any]:
     done = call(
-        "gpu", "--out", str(folder), "--only", only, "--limit", "1400",
+        "suite", "--out", str(folder), "--only", only, "--limit", "1400",
         "--case-limit", "600", folder=folder, card=card,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -104,8 +105,8 @@ def test_a_mig_instance_is_named(tmp_path: Path) -> None:
 
 
 def test_a_virtual_result_is_not_written_among_those_of_gpus(tmp_path: Path) -> None:
-    for script in ("gpu", "calibrate"):
-        done = call(script, folder=tmp_path)
+    for module in ("suite", "calibrate"):
+        done = call(module, folder=tmp_path)
         assert done.returncode == 1
         assert "this is the virtual device: --out FOLDER is needed" in done.stderr
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HOOKS, run
+
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 DEVICE: dict[str, object] = {"memory": 8 * GIB}

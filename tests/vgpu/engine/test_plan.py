@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, run
-from models import MODELS
+
+from bench.scenarios.models import MODELS
+from tests.vgpu.engine.harness import ROOT, run
 
 MODEL = MODELS["dense"]
 # Embedding, head, the last norm and the layers' tensors, in elements of two bytes.
@@ -22,7 +24,8 @@ FLAGS = "--max-model-len 2048 --max-num-seqs 16 --enforce-eager"
 
 def plan(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "scripts/plan.py", *arguments],
+        [sys.executable, "-m", "bench.plan", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, cwd=tmp_path, timeout=500,
     )  # fmt: skip
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HOOKS, run
+
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 REQUESTED = 2 * GIB  # gpu_memory_utilization 0.5

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
+
+from tests.vgpu.engine.harness import run
 
 MIB, GIB = 2**20, 2**30
 MEMORY = 2560 * MIB

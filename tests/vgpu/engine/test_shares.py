@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, run
 
+from tests.vgpu.engine.harness import BASE, run
 from vgpu.config import signed_size
 
 CASES: dict[str, dict[str, Any]] = tomllib.loads(

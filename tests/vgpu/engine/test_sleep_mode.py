@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, ROOT, run
 
-SCRIPT = ROOT / "scripts/sleep_load.py"
+from tests.vgpu.engine.harness import BASE, run
+
 SEGMENT = 2 << 20
 # What the official release ends with where ours loads.
 CASES = {
@@ -44,7 +44,9 @@ def load(case: str, vllm: str, memory: int | str, folder: Path) -> dict[str, Any
     device = {"memory": memory}
     # Workers ask for FlashInfer's sampler.
     forked = case not in ("nvfp4", "dense")
-    return run(SCRIPT, [case], vllm=vllm, device=device, folder=folder, forked=forked)
+    return run(
+        "sleep_load", case, vllm=vllm, device=device, folder=folder, forked=forked
+    )
 
 
 @cache

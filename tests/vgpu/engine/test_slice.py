@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HOOKS, ROOT, run
 
-sys.path.append(str(ROOT / "tests/vgpu/device"))
-import slicing  # noqa: E402
+from tests.vgpu.device import slicing
+from tests.vgpu.engine.harness import HOOKS, run
 
 GIB = 2**30
 DEVICE = {"memory": "8GiB", "other": "2GiB"}

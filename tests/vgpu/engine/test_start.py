@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HOOKS, run
+
+from tests.vgpu.engine.harness import HOOKS, run
 
 GIB = 2**30
 DEVICE = {"memory": "8GiB"}

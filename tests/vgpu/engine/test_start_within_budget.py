@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
+
+from tests.vgpu.engine.harness import run
 
 MIB = 2**20
 MEMORY = 2560 * MIB

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, run
+
+from tests.vgpu.engine.harness import BASE, run
 
 GIB = 2**30
 # Three graphs of 650 MiB: once they fit into what is requested, twice they do not.

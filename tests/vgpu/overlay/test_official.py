@@ -12,8 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import caches
 import pytest
+
+from scripts import caches
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = importlib.metadata.version("vllm")

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-import harness
 import pytest
 
+from tests.vgpu.engine import harness
 from vgpu import config
 
 ROOT = Path(__file__).resolve().parents[3]

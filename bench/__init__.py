@@ -1,0 +1,1 @@
+"""What is measured and foreseen on the virtual device, official beside ours."""

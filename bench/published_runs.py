@@ -1,0 +1,342 @@
+"""Replay the runs on real cards that others have published (results/real-cards) on
+the virtual device, each with its release of vLLM, and write how far what is foreseen is
+from what they logged: docs/plan-against-real-cards.md.
+
+A run whose release has no environment here is replayed with the nearest that has one,
+and marked. --results keeps what each start told; it is taken from there again unless
+--again is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench import plan
+from scripts.series import Problem, command, scratch, write_whole
+
+DATA = "results/real-cards"
+GIB = 1 << 30
+MIB = 1 << 20
+# By words of the published name; the others give the size of their card.
+CARDS = {
+    "H100": "h100",
+    "A100 80GB": "a100-80gb",
+    "RTX 4090": "rtx4090",
+    "RTX PRO 6000": "rtx-pro-6000",
+    "16 GB GPU": "rtx4090",
+    "name not in the excerpt": "rtx5090",
+}
+FLAGS = {
+    "max_model_len": "--max-model-len",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_num_seqs": "--max-num-seqs",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "dtype": "--dtype",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "max_cudagraph_capture_size": "--max-cudagraph-capture-size",
+}
+ESTIMATE = "vllm_memory_profiler_estimate_cudagraphs"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    name: str
+    published: str
+    """A field of a run."""
+    foreseen: Callable[[dict[str, Any]], float | None]
+    bytes: bool = True
+
+
+def gib_of(key: str) -> Callable[[dict[str, Any]], float | None]:
+    def read(result: dict[str, Any]) -> float | None:
+        return None if result.get(key) is None else result[key] / GIB
+
+    return read
+
+
+QUANTITIES = [
+    Quantity("weights", "model_loading_gib", gib_of("weights")),
+    Quantity("activations", "torch_peak_increase_gib", gib_of("activations")),
+    Quantity("outside torch", "non_torch_increase_gib", gib_of("non_torch")),
+    Quantity("graphs", "cudagraph_actual_gib", gib_of("cuda_graphs")),
+    Quantity("KV cache", "available_kv_gib", gib_of("kv_available")),
+    Quantity("KV tokens", "kv_tokens", lambda r: r.get("kv_tokens"), bytes=False),
+]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="pattern: runs whose id has it")
+    parser.add_argument("--again", action="store_true", help="start all of them")
+    parser.add_argument(
+        "--results", type=Path, help="folder of what each start told "
+        "(build/bench-plan)",
+    )  # fmt: skip
+    parser.add_argument("--page", type=Path, help="file to write")
+
+
+def main(args: argparse.Namespace) -> None:
+    folder = args.root / DATA
+    runs = tomllib.loads((folder / "runs.toml").read_text())["run"]
+    chosen = [run for run in runs if re.search(args.only, run["id"])]
+    if not chosen:
+        raise Problem("--only: no run is left.")
+    kept = args.results or args.root / "build/bench-plan"
+    kept.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, run in enumerate(chosen, 1):
+        print(f"{number} of {len(chosen)}: {run['id']}", file=sys.stderr, flush=True)
+        rows.append(replay(run, args.root, kept, args.again))
+    text = page(rows, (folder / "NOTES.md").read_text())
+    if args.page:
+        write_whole(args.page, text)
+    print(text)
+
+
+# ---- a run
+
+
+@dataclass(frozen=True)
+class Row:
+    run: dict[str, Any]
+    release: str
+    result: dict[str, Any]
+    left_out: str = ""
+    """Why it was not replayed."""
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.run["config_exact"]) and self.release == self.of_run
+
+    @property
+    def of_run(self) -> str:
+        return str(self.run["vllm_version"])
+
+    def error(self, quantity: Quantity) -> float | None:
+        """Foreseen less published."""
+        published = self.run.get(quantity.published)
+        foreseen = quantity.foreseen(self.result)
+        if published is None or foreseen is None:
+            return None
+        return float(foreseen - published)
+
+    def share(self, quantity: Quantity) -> float | None:
+        """The error by what was published."""
+        error = self.error(quantity)
+        return None if error is None else error / float(self.run[quantity.published])
+
+
+def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
+    version = nearest(root, run["vllm_version"])
+    with scratch(root / "build", "bench-plan") as folder:
+        release = plan.Release.find(root, version, ours=False)
+        try:
+            start = asked(run, root, release, folder)
+            file = kept / f"{digest(start)}.json"
+            if file.exists() and not again:
+                return Row(run, version, json.loads(file.read_text()))
+            done = plan.foresee(start, folder, run["id"])
+        except Problem as problem:
+            said = str(problem).replace(f"{folder}/", "").splitlines()[0]
+            return Row(run, version, {}, said[:300])
+    write_whole(file, json.dumps(done.result, indent=1) + "\n")
+    return Row(run, version, done.result)
+
+
+def digest(start: plan.Asked) -> str:
+    """The same for what starts alike."""
+    parts = [
+        start.release.version,
+        plan.profile_of(start.gpu),
+        str(sorted(start.device.items())),
+        str(sorted(start.environment.items())),
+        str(start.flags),
+        str(start.warm),
+    ]
+    parts += [file.read_text() for file in sorted(Path(start.model).iterdir())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def nearest(root: Path, version: str) -> str:
+    """The release that has an environment, of those the nearest by number.
+
+    Raises:
+        Problem: there is none.
+    """
+    known = [
+        path.name.removeprefix(".venv-vllm-")
+        for path in root.glob(".venv-vllm-*")
+        if (path / "ready").exists()
+    ]
+    if not known:
+        raise Problem("'make vgpu' first.")
+
+    def distance(other: str) -> tuple[int, ...]:
+        pairs = zip(numbers(other), numbers(version), strict=False)
+        return tuple(abs(a - b) for a, b in pairs)
+
+    return min(known, key=distance)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def asked(
+    run: dict[str, Any], root: Path, release: plan.Release, folder: Path
+) -> plan.Asked:
+    gpu = next((gpu for word, gpu in CARDS.items() if word in run["gpu"]), None)
+    if gpu is None:
+        raise Problem(f"{run['gpu']}: no profile is known.")
+    device: dict[str, object] = {}
+    if "16 GB" in run["gpu"]:  # no card's profile: what the run itself tells
+        total, free = run["gpu_total_gib"], run["gpu_free_at_start_gib"]
+        device = {
+            "memory": f"{total}GiB",
+            "context": f"{total - free:.2f}GiB",
+            "cublas_handle": f"{run['non_torch_increase_gib']}GiB",
+        }
+    flags = []
+    for key, flag in FLAGS.items():
+        if key in run:
+            flags += [flag, str(run[key])]
+    for kind in "tensor", "pipeline":
+        if (size := run.get(f"{kind}_parallel_size", 1)) > 1:
+            flags += [f"--{kind}-parallel-size", str(size)]
+    if run.get("enforce_eager"):
+        flags.append("--enforce-eager")
+    if run.get("enable_prefix_caching") is False:
+        flags.append("--no-enable-prefix-caching")
+    environment = {}
+    if ESTIMATE in run:
+        environment["VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"] = str(
+            int(run[ESTIMATE])
+        )
+    model = folder / run["model"].replace("/", "--")
+    model.mkdir()
+    config = json.loads((root / DATA / run["config_file"]).read_text())
+    merge(config, run.get("config_added", {}))
+    (model / "config.json").write_text(json.dumps(config))
+    processor = root / DATA / "processors" / config["model_type"]
+    if processor.is_dir():
+        shutil.copytree(processor, model, dirs_exist_ok=True)
+    warm = run["id"].endswith("-warm")
+    return plan.Asked(release, str(model), gpu, tuple(flags), warm, device, environment)
+
+
+def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
+    for key, value in added.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merge(config[key], value)
+        else:
+            config[key] = value
+
+
+# ---- the page
+
+
+INTRODUCTION = """\
+# What is foreseen, against real cards
+
+Others have published what vLLM logged of its memory on real cards: 33 runs, with
+their sources, in `results/real-cards/runs.toml`. `make bench-plan` replays them: vLLM's
+own engine of that release starts, with dummy weights, on the virtual device with that
+card's profile. The second figure of each cell is theirs, the first is foreseen; nothing
+of ours has run on a card.
+
+For comparison: llm-d-planner, the best public planner that we know (formulas with a
+constant for each architecture), is off by 7.8 % on average and 62 % at worst in KV
+cache memory on runs of this kind, and by 213 % in activations
+(llm-d-incubation/llm-d-planner #205, which most of these runs come from).
+"""
+
+
+def page(rows: Sequence[Row], notes: str = "") -> str:
+    replayed = [row for row in rows if not row.left_out]
+    names = [quantity.name for quantity in QUANTITIES]
+    lines = [
+        INTRODUCTION,
+        "## Mean and worst",
+        "",
+        *summary(replayed),
+        "",
+        "## Each run",
+        "",
+        "Foreseen / published, in GiB and tokens.",
+        "",
+        f"| run | release | {' | '.join(names)} |",
+        "| --- " * 2 + "| ---: " * len(names) + "|",
+        *(of_run(row) for row in replayed),
+        "",
+    ]
+    left_out = [row for row in rows if row.left_out]
+    if left_out:
+        lines += ["Left out:", ""]
+        lines += [f"- {row.run['id']}: {row.left_out}" for row in left_out]
+    return "\n".join(lines).rstrip() + f"\n\n{notes}".rstrip() + "\n"
+
+
+def of_run(row: Row) -> str:
+    release = row.release
+    if row.release != row.of_run:
+        release += f" for {row.of_run}"
+    name = row.run["id"] + ("" if row.run["config_exact"] else " (config not exact)")
+    if row.result["outcome"] != "started":
+        blank = " | " * (len(QUANTITIES) - 1)
+        return f"| {name} | {release} | {plan.why(row.result)}{blank} |"
+    return f"| {name} | {release} | {' | '.join(cell(row, q) for q in QUANTITIES)} |"
+
+
+def cell(row: Row, quantity: Quantity) -> str:
+    foreseen, share = quantity.foreseen(row.result), row.share(quantity)
+    if foreseen is None or share is None:
+        return ""
+    published = row.run[quantity.published]
+    both = f"{foreseen:,.0f} / {published:,}"
+    if quantity.bytes:
+        both = f"{foreseen:.2f} / {published:.2f}"
+    return f"{both} ({100 * share:+.1f} %)"
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Mean and worst by quantity, of the runs that can be held against the goals and of
+    all."""
+    started = [row for row in rows if row.result["outcome"] == "started"]
+    single = [row for row in started if row.run["gpu_count"] == 1]
+    sets = {
+        "config exact, same release": [row for row in single if row.exact],
+        "all on one GPU": single,
+        "on several GPUs": [row for row in started if row not in single],
+    }
+    yield "| runs | quantity | number | mean error | worst | mean, bytes | worst |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    for name, those in sets.items():
+        for quantity in QUANTITIES:
+            known = [row for row in those if row.error(quantity) is not None]
+            if not known:
+                continue
+            shares = [abs(row.share(quantity) or 0) for row in known]
+            errors = [abs(row.error(quantity) or 0) * GIB / MIB for row in known]
+            cells = [
+                name, quantity.name, str(len(known)),
+                f"{100 * mean(shares):.2f} %", f"{100 * max(shares):.2f} %",
+            ]  # fmt: skip
+            if quantity.bytes:
+                cells += [f"{mean(errors):.0f} MiB", f"{max(errors):.0f} MiB"]
+            else:
+                cells += ["", ""]
+            yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    command(main)

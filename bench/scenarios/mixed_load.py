@@ -1,0 +1,226 @@
+"""Serve loads with exactly the memory that was requested, and say which die.
+
+The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
+with room to spare; another process then takes all but what was requested, or as much
+more or less as leaves a buffer other than the one that the KV cache left out. If it is
+"alone", nobody takes anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.scenarios import start
+from bench.scenarios.loads import LOADS, Load
+
+MIB = 2**20
+DEFAULTS: dict[str, Any] = {
+    "model": "llama-8b",
+    "load": "mixed",  # of LOADS
+    "steps": 0,  # at least so many: requests keep coming
+    "v2": False,
+    "graphs": False,
+    "compile": False,
+    "lora": False,
+    "draft": 0,  # tokens that an EAGLE head of the model proposes
+    "seeds": [0],  # a load each
+    # MiB, or None: what the engine has set aside. Each load is served with one after
+    # the other until it lives.
+    "buffers": [None],
+    "alone": False,
+    "llm": {},  # further arguments of LLM
+}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
+    start.configure(case["v2"])
+    with tempfile.TemporaryDirectory() as folder:
+        print("RESULT " + json.dumps(serve(case, Path(folder))), flush=True)
+
+
+def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    import torch
+    from vllm import LLM
+    from vllm.config import CacheConfig
+
+    from bench.scenarios import models
+    from vgpu import control
+
+    arguments: dict[str, Any] = {
+        "max_model_len": 8192,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": not case["graphs"],
+    }
+    if case["graphs"]:
+        mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+        arguments["compilation_config"] = sizes | mode
+    if case["lora"]:
+        start.count_on_the_host()
+        arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
+    if case["draft"]:
+        arguments["speculative_config"] = {
+            "method": "eagle",
+            "model": models.write(case["model"] + " draft", folder / "draft"),
+            "num_speculative_tokens": case["draft"],
+        }
+    if LOADS[case["load"]].images:
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+    arguments = start.ENGINE | arguments | case["llm"]
+    if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # the official release
+        arguments.pop("gpu_memory_limit_bytes", None)
+    llm = LLM(models.write(case["model"], folder / "model"), **arguments)
+    engine = llm.llm_engine
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    cache = engine.vllm_config.cache_config
+    snapshot = worker.init_snapshot
+    held = snapshot.total_memory - snapshot.free_memory
+    budget = held + int(worker.requested_memory)
+    loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
+    set_aside = getattr(worker, "fragmentation_buffer", 0)  # none: the official release
+    kind = LOADS[case["load"]]
+    runs = []
+    for seed in case["seeds"]:
+        for buffer in case["buffers"]:
+            gc.collect()  # what the frames of an exception held
+            torch.cuda.empty_cache()
+            size = set_aside if buffer is None else buffer * MIB
+            limit = budget + size - set_aside
+            if not case["alone"]:
+                control.other_process(control.memory() - limit)
+            run = load(engine, kind, random.Random(seed), loras, limit, case["steps"])
+            run["process_peak"] = control.process_peak()
+            runs.append({"seed": seed, "buffer": size} | run)
+            control.other_process(-control.other())
+            if run["outcome"] == "served":
+                break
+    return {
+        "activations": worker.peak_activation_memory,
+        "tokens": cache.num_gpu_blocks * cache.block_size,
+        "available": int(worker.available_kv_cache_memory_bytes),
+        "set_aside": set_aside,
+        "runs": runs,
+    }
+
+
+def load(
+    engine: Any,
+    kind: Load,
+    rng: random.Random,
+    loras: list[str],
+    limit: int,
+    least_steps: int,
+) -> dict[str, Any]:
+    """Serve requests in `limit` bytes.
+
+    "asked" has, for each step in which PyTorch asked the device for memory, the tokens
+    that were computed, retries, and calls of cudaMalloc and of cudaFree.
+    """
+    import torch
+
+    from vgpu import control
+
+    last = calls(torch.cuda.memory_stats())
+    steps = arrived = 0
+    asked: list[list[int]] = []
+    computed = count_computed(engine)
+    result: dict[str, Any] = {"outcome": "served"}
+    try:
+        while engine.has_unfinished_requests() or (
+            arrived < kind.requests or steps < least_steps
+        ):
+            come = rng.choice(kind.bursts)
+            if steps >= least_steps:
+                come = min(come, max(0, kind.requests - arrived))
+            elif engine.get_num_unfinished_requests() >= kind.requests:
+                come = 0  # enough wait
+            for _ in range(come):
+                request(engine, kind, rng, str(arrived), loras)
+                arrived += 1
+            computed.clear()
+            engine.step()
+            steps += 1
+            now = calls(torch.cuda.memory_stats())
+            step = [n - b for n, b in zip(now, last, strict=True)]
+            if any(step):
+                asked.append([sum(computed), *step])
+            last = now
+    except torch.OutOfMemoryError as error:
+        stats = torch.cuda.memory_stats()
+        tried, unit = str(error).split("allocate ")[1].split()[:2]
+        wanted = float(tried) * {"KiB": 2**10, "MiB": MIB, "GiB": 2**30}[unit[:3]]
+        outside = control.process_used() - stats["reserved_bytes.all.current"]
+        # What would still be there if all that is not allocated were in one piece.
+        spare = limit - outside - stats["allocated_bytes.all.current"] - int(wanted)
+        result = {"outcome": "OOM", "error": str(error)[:200], "spare": spare}
+        requests = list(engine.output_processor.request_states)
+        engine.abort_request(requests, internal=True)
+    return result | {"steps": steps, "asked": asked}
+
+
+def calls(stats: dict[str, int]) -> tuple[int, int, int]:
+    keys = "num_alloc_retries", "num_device_alloc", "num_device_free"
+    return stats[keys[0]], stats[keys[1]], stats[keys[2]]
+
+
+def count_computed(engine: Any) -> list[int]:
+    """The tokens of each step, as the scheduler sends them."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    schedule = type(scheduler).schedule
+    computed: list[int] = []
+
+    def scheduling(*arguments: Any, **options: Any) -> Any:
+        output = schedule(scheduler, *arguments, **options)
+        computed.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = scheduling
+    return computed
+
+
+def request(
+    engine: Any, kind: Load, rng: random.Random, name: str, loras: list[str]
+) -> None:
+    """Add a request that is drawn from the load."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    longest = engine.vllm_config.model_config.max_model_len - max(kind.outputs)
+    low, high = rng.choice(kind.prompts)
+    prompt = [7] * rng.randrange(low, min(high, longest))
+    sampling = SamplingParams(
+        temperature=rng.choice((0.0, 0.8)),
+        top_p=rng.choice((1.0, 0.9)),
+        max_tokens=rng.choice(kind.outputs),
+        prompt_logprobs=1 if kind.prompt_logprobs and rng.random() < 0.5 else None,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    lora = None
+    if pick := rng.randrange(len(loras) + 1):
+        lora = LoRARequest(str(pick), pick, loras[pick - 1])
+    asked: dict[str, Any] = {"prompt_token_ids": prompt}
+    if kind.images and rng.random() < 0.5:
+        from PIL import Image
+
+        size = rng.randrange(56, 1260), rng.randrange(56, 1260)
+        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
+        asked["prompt_token_ids"] = [*prompt, 3, 5, 4]
+        asked["multi_modal_data"] = {"image": Image.new("RGB", size)}
+    engine.add_request(name, asked, sampling, lora_request=lora)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What is changed in each worker of ranks.py, and what it says of itself.
+
+It is the workers' extension, which each imports before it makes its Worker: however
+the process was started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+from vllm.v1.worker.gpu_worker import Worker
+
+from vgpu import control
+
+# In the order in which they begin.
+PHASES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "init_device": ((Worker,), "init_device"),
+    "load_model": ((Worker,), "load_model"),
+    "profile": ((Worker,), "determine_available_memory"),
+    "profile_graphs": ((V1, V2), "profile_cudagraph_memory"),
+    "kv_cache": ((Worker,), "initialize_from_config"),
+    "warm_up": ((Worker,), "compile_or_warm_up_model"),
+    "capture": ((Worker,), "_get_cudagraph_capture_context"),
+    "execute_model": ((Worker,), "execute_model"),
+}
+
+
+class Rank:
+    def tell(self: Any) -> dict[str, Any]:
+        """What it holds, in bytes."""
+        at = self.device.index
+        allocator = get_mem_allocator_instance()
+        pooled = sum(d.handle[1] for d in allocator.pointer_to_data.values())
+        return {
+            "rank": self.rank,
+            "device": at,
+            "requested": int(self.requested_memory),
+            "before": self.held_before,
+            "used": control.process_used(at),
+            "pooled": pooled,  # by sleep mode; what is unmapped meanwhile, too
+            "peak": control.process_peak(at),
+            "kernels": control.kernels(),
+            "model": int(self.model_runner.model_memory_usage),
+            "kv": int(getattr(self, "available_kv_cache_memory_bytes", 0)),
+        }
+
+
+def note_what_is_held() -> None:
+    """What a rank holds before its share of the device is decided: what the context
+    and communicators take."""
+    init_device = Worker.init_device
+
+    def noting(worker: Worker) -> None:
+        init_device(worker)
+        worker.held_before = control.process_used(worker.device.index)
+
+    Worker.init_device = noting
+
+
+def fail(rank: int, phase: str, how: str, when: str) -> None:
+    """Make a phase of one rank fail, and note when."""
+    workers: list[Worker] = []  # of this process; one
+    make = Worker.__init__
+
+    def making(worker: Worker, *arguments: Any, **options: Any) -> None:
+        workers.append(worker)
+        make(worker, *arguments, **options)
+
+    def at_rank() -> None:
+        (worker,) = workers
+        config = worker.parallel_config
+        own = config.data_parallel_index * config.world_size + worker.rank
+        if own != rank or os.path.exists(when):
+            return
+        Path(when).write_text(str(time.monotonic()))
+        if how == "memory":
+            device = worker.local_rank
+            control.other_process(control.memory(device), device)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise RuntimeError(f"rank {rank} fails in {phase}")
+
+    def failing(method: Any) -> Any:
+        def begin(*arguments: Any, **options: Any) -> Any:
+            at_rank()
+            return method(*arguments, **options)
+
+        return begin
+
+    Worker.__init__ = making
+    owners, name = PHASES[phase]
+    for owner in owners:
+        setattr(owner, name, failing(getattr(owner, name)))
+
+
+note_what_is_held()
+setattr(shared_memory, "_SHM_NAME_PREFIX", os.environ["RANKS_SHARED_MEMORY"])  # noqa: B010
+if "RANKS_FAILS" in os.environ:
+    fail(**json.loads(os.environ["RANKS_FAILS"]))

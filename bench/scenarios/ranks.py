@@ -1,0 +1,267 @@
+"""Start one engine after another whose workers are processes, a device each.
+
+The argument is a JSON list of cases; DEFAULTS lists the keys of one. Prints a RESULT
+line for each: how it ended, the error if it failed, and what each rank says of itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+from bench.scenarios import start
+from bench.scenarios.on_the_host import inspect_models_here
+
+DEFAULTS: dict[str, Any] = {
+    "model": "dense",
+    "v2": True,
+    "graphs": False,
+    "compile": False,
+    "sleep": 0,  # level
+    "generate": 0,  # tokens
+    "report": False,  # each worker's memory report is wanted
+    "data_parallel": 1,  # engines, that share the experts
+    "held": [],  # what another process holds of each device before the start
+    # What goes wrong, as a phase (see rank.PHASES) begins at a rank:
+    # "memory" (another process takes all that is free), "raise" or "kill".
+    "fails": {},  # {"rank", "phase", "how"}
+    "patience": 120,  # seconds after which what has not ended "hangs"
+    "executor": "mp",
+    "method": "fork",  # how workers are started
+    "engine_process": False,  # the engine core is a process, as when serving
+    "serve": False,  # the engine is one that serves; it does not generate
+    "environment": {},
+    "llm": {},  # further arguments of LLM
+}
+
+
+RAY = Path(__file__).resolve().parents[2] / "build/ray"
+
+
+def main() -> None:
+    sys.modules["flashinfer"] = None  # type: ignore[assignment]
+    for case in json.loads(sys.argv[1]):
+        assert case.keys() <= DEFAULTS.keys(), case
+        for result in engines(DEFAULTS | case):
+            print("RESULT " + json.dumps(result), flush=True)
+
+
+def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each engine of a case says; they are processes of their own."""
+    count = case["data_parallel"]
+    port = free_port() if count > 1 else 0
+    # No TemporaryDirectory: each child would remove it as it ends.
+    folder = Path(tempfile.mkdtemp())
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            engine_process(case, number, port, folder)
+        children.append(child)
+    results = []
+    for number, child in enumerate(children):
+        status = wait(child, case["patience"])
+        told = folder.joinpath(f"result-{number}")
+        if told.exists():
+            result = json.loads(told.read_text())
+        else:
+            result = {"outcome": "hangs" if status is None else "died"}
+        ended = time.monotonic()
+        result["left"] = left(child)
+        result["left_shared"] = left_shared(child)
+        if (failed := folder.joinpath("failed")).exists():
+            result["failed_after"] = ended - float(failed.read_text())
+        results.append(result)
+    shutil.rmtree(folder)
+    release_all()
+    return results
+
+
+def wait(child: int, seconds: float) -> int | None:
+    """Its status, or None: it was killed after these seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -> None:
+    result: dict[str, Any] = {"outcome": "started"}
+    status = 1
+    # So that what is left of it can be told from that of others.
+    prefix = shared_memory_of(os.getpid())
+    os.environ["RANKS_SHARED_MEMORY"] = prefix
+    setattr(shared_memory, "_SHM_NAME_PREFIX", prefix)  # noqa: B010
+    try:
+        if case["data_parallel"] > 1:
+            os.environ |= {
+                "VLLM_DP_RANK": str(number),
+                "VLLM_DP_RANK_LOCAL": str(number),
+                "VLLM_DP_SIZE": str(case["data_parallel"]),
+                "VLLM_DP_MASTER_IP": "127.0.0.1",
+                "VLLM_DP_MASTER_PORT": str(port),
+            }
+        os.environ |= case["environment"]
+        try:
+            run(case, result, folder)
+        except Exception as error:  # an outcome, not an accident
+            traceback.print_exc()
+            result["outcome"] = type(error).__name__
+            result["error"] = str(error)[:4000]
+        status = 0
+    finally:
+        (folder / f"result-{number}").write_text(json.dumps(result))
+        atexit._run_exitfuncs()  # as an interpreter that ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
+    start.configure(case["v2"])
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["engine_process"]))
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = case["method"]
+    # Workers name themselves in each line that they log.
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "1"
+    if case["report"]:
+        os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(folder / "report.json")
+    if case["executor"] == "ray":
+        use_ray(folder)
+    from vllm import LLM
+
+    from bench.scenarios import models
+    from vgpu import control
+
+    inspect_models_here()
+    for device, size in enumerate(case["held"]):
+        control.other_process(size, device)
+    if case["fails"]:
+        fails = case["fails"] | {"when": str(folder / "failed")}
+        os.environ["RANKS_FAILS"] = json.dumps(fails)
+    arguments: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": not case["graphs"],
+        "distributed_executor_backend": case["executor"],
+        "worker_extension_cls": "bench.scenarios.rank.Rank",
+        "enable_sleep_mode": case["sleep"] > 0,
+    }
+    if case["graphs"]:
+        mode = {} if case["compile"] else {"mode": 0}
+        arguments["compilation_config"] = start.GRAPHS | mode
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as written:
+        arguments = start.ENGINE | arguments | case["llm"]
+        arguments["model"] = models.write(case["model"], Path(written))
+        if case["serve"]:
+            serve(arguments)
+            return
+        llm = LLM(**arguments)
+    result["seconds"] = time.perf_counter() - began
+    config = llm.llm_engine.vllm_config
+    result |= {
+        "blocks": config.cache_config.num_gpu_blocks,
+        "v2": bool(getattr(config, "use_v2_model_runner", False)),
+        "ranks": llm.collective_rpc("tell"),
+    }
+    if level := case["sleep"]:
+        llm.sleep(level=level)
+        result["asleep"] = llm.collective_rpc("tell")
+        llm.wake_up()
+        result["awake again"] = llm.collective_rpc("tell")
+    if tokens := case["generate"]:
+        result["tokens"] = start.generate(llm, tokens)
+    result["reports"] = {
+        file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
+    }
+    llm.llm_engine.engine_core.shutdown()
+
+
+def use_ray(folder: Path) -> None:
+    """The one of `make ray`; workers import it, too, and keep what they write here."""
+    sys.path.insert(0, str(RAY))
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(RAY), os.environ["PYTHONPATH"]))
+    os.environ["RAY_TMPDIR"] = str(folder)
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)).shutdown()
+
+
+def left(session: int) -> list[str]:
+    """Command lines of the processes of a session that is over, once those that are
+    about to end have; they are killed."""
+
+    def alive() -> dict[int, str]:
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, in_session = (
+                    entry.read_text().rpartition(")")[2].split()[:4]
+                )
+                if int(in_session) == session and state != "Z":
+                    command = entry.with_name("cmdline").read_bytes()
+                    found[int(entry.parent.name)] = command.decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return found
+
+    time.sleep(0.2)
+    remaining = alive()
+    for process in remaining:
+        os.kill(process, signal.SIGKILL)
+    return list(remaining.values())
+
+
+def shared_memory_of(process: int) -> str:
+    return f"/r{process:x}_"  # a name has 14 characters at most
+
+
+def left_shared(process: int) -> list[str]:
+    """Names of shared memory of an engine that is over; it is removed."""
+    prefix = shared_memory_of(process).strip("/")
+    files = sorted(Path("/dev/shm").glob(f"{prefix}*"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return [file.name.removeprefix(prefix) for file in files]
+
+
+def release_all() -> None:
+    """What other processes hold of each device."""
+    from vgpu import control
+
+    for device in range(control.devices()):
+        control.other_process(-control.other(device), device)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

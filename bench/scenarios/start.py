@@ -1,0 +1,532 @@
+"""Start an engine on the device it runs on, and say in one JSON line what happened.
+
+The argument is a JSON object; DEFAULTS lists its keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.scenarios.on_the_host import index_chunks_on_host, inspect_models_here
+
+DEFAULTS: dict[str, Any] = {
+    "model": "dense",
+    "v2": True,
+    "graphs": False,
+    "compile": False,
+    "sleep": 0,  # level
+    "generate": 0,  # tokens
+    "serve": False,  # the largest batches, in no more than what was requested
+    "held": 0,  # what another process holds before the start
+    "neighbour": 0,  # what another process of the run (of the container) holds
+    "free": 0,  # what another process leaves, if given
+    "moved": "",  # what another process takes or releases as a phase begins
+    "moved_at": "profile",  # the phase
+    "profiles": 1,  # how often memory is profiled
+    "report": False,  # the worker's memory report is wanted
+    "draft": 0,  # tokens that an EAGLE head of the model proposes
+    "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
+    "beside": {},  # the case of an engine that is started first in the process
+    "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
+    # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
+    "flashinfer_tactic": {},
+    "workspace": 0,  # what the first batch makes attention's metadata builder hold
+    "folder": "",  # where the model is written, which compile caches are keyed by
+    "environment": {},  # variables; they are read as torch and vLLM are imported
+    "llm": {},  # further arguments of LLM
+}
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
+ENGINE: dict[str, Any] = {
+    "attention_backend": "TRITON_ATTN",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+HELD: list[Any] = []  # tensors and a process that live as long as this one
+PHASES = (
+    "init_device",
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    os.environ |= asked.get("environment", {})
+    from bench.scenarios import device
+
+    device.watch_peak()
+    result: dict[str, Any] = {"outcome": "started"}
+    benchmarked = time_benchmarks()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        if asked.get("report"):
+            os.environ["VLLM_STARTUP_MEMORY_REPORT"] = str(report)
+        try:
+            run(asked, result)
+        except Exception as error:  # an outcome, not an accident
+            result["outcome"] = type(error).__name__
+            result["error"] = str(error)[:2000]
+        if report.exists():
+            result["report"] = json.loads(report.read_text())
+    result["processor_seconds"] = time.process_time() - benchmarked[0]
+    result["peak"] = device.peak()
+    peak = result.pop("start_peak", device.process_peak())
+    result["process_peak"] = peak - result.get("before", 0)
+    if asked.keys() & {"moved", "held", "serve"} and device.VIRTUAL:
+        from vgpu import control
+
+        control.other_process(-control.other())  # or the next start has less
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
+    """Start what the case asks for; `result` has what the process held "before" the
+    engine, which is not in its "process_peak"."""
+    first = beside(asked, result)
+    try:
+        llm = engine(asked, result)
+    finally:
+        if first:
+            result["lost"] = lost(first)
+    if tokens := asked.get("generate"):
+        result["tokens"] = generate(llm, tokens)
+    if asked.get("serve"):
+        from bench.scenarios import device
+
+        result["start_peak"] = device.process_peak()
+        result["served"] = serve(llm, result["before"] + int(result["requested"]))
+    if level := asked.get("sleep"):
+        result["sleep"] = sleep(llm, level)
+
+
+def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """The engine that is started first, and the addresses that it holds."""
+    if not asked.get("beside"):
+        return None
+    level = asked.get("asleep", 0)
+    told: dict[str, Any] = {}
+    result["beside"] = told
+    llm = engine({"sleep": level} | asked["beside"], told)
+    if level:
+        llm.sleep(level=level)
+    result["beside"] = copy.deepcopy(told)  # the next start writes there, too
+    import torch
+
+    # Addresses come again, so what is freed has to be recorded.
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 20)
+    return llm, blocks()
+
+
+def blocks() -> dict[int, int]:
+    """Address and size of what PyTorch has allocated."""
+    import torch
+
+    return {
+        block["address"]: block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+
+
+def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
+    """Sizes of what was allocated then and has been freed since."""
+    import torch
+
+    _, then = first
+    (trace,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    freed = {e["addr"] for e in trace if e["action"] == "free_completed"}
+    return sorted(size for at, size in then.items() if at in freed)
+
+
+def configure(v2: bool) -> None:
+    """What an engine is told by the environment, before vLLM is imported."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
+    """An engine, with what its start took in `result`."""
+    assert asked.keys() <= DEFAULTS.keys(), asked
+    case = DEFAULTS | asked
+    configure(case["v2"])
+    began = time.perf_counter()
+    import torch
+    from vllm import LLM
+
+    from bench.scenarios import device, models
+
+    seconds = {"import": time.perf_counter() - began}
+    result["seconds"] = seconds
+    arguments: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": not case["graphs"],
+        "enable_sleep_mode": case["sleep"] > 0,
+    }
+    if case["graphs"]:
+        mode = {} if case["compile"] else {"mode": 0}
+        arguments["compilation_config"] = GRAPHS | mode
+    if "vision_config" in models.MODELS[case["model"]]:
+        arguments["skip_tokenizer_init"] = False
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+    if case["neighbour"]:
+        start_neighbour(case["neighbour"])
+    if case["held"]:
+        device.other_process(case["held"])
+    if case["free"]:
+        device.leave(case["free"])
+    if case["moved"]:
+        move_as(case["moved_at"], case["moved"])
+    if case["report"]:
+        record_reported(result)
+    record_graphs(result, case["profiles"])
+    if device.VIRTUAL:
+        inspect_models_here()
+    if "linear_num_value_heads" in models.MODELS[case["model"]]:
+        index_chunks_on_host()
+    if case["llm"].get("enable_lora"):
+        count_on_the_host()
+    if case["workspace"]:
+        hold_as_built(case["workspace"])
+    if case["flashinfer_tactic"]:
+        from bench.scenarios import tactic
+
+        tactic.add(result, **case["flashinfer_tactic"])
+    record_suggestions(result)
+    time_phases(seconds)
+    hold(case["tensors"])
+    result["before"] = device.process_used()
+    device.reset_peak()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(case["folder"] or temporary)
+        if case["draft"]:
+            arguments["speculative_config"] = {
+                "method": "eagle",
+                "model": models.write("draft", folder / "draft"),
+                "num_speculative_tokens": case["draft"],
+            }
+        llm = LLM(
+            models.write(case["model"], folder),
+            **(ENGINE | arguments | case["llm"]),
+        )
+    seconds["engine"] = time.perf_counter() - began
+    config = llm.llm_engine.vllm_config
+    result |= {
+        "blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "v2": bool(getattr(config, "use_v2_model_runner", False)),
+        "used": device.used(),
+        "reserved": torch.cuda.memory_reserved(),
+        "kernels": device.kernels(),
+        "memory": llm.collective_rpc(memory)[0] | {"graphs": result.get("graphs", 0)},
+    }
+    return llm
+
+
+def start_neighbour(size: int) -> None:
+    """Start a process that holds bytes of the device until this one ends."""
+    code = (
+        "import ctypes, sys\n"
+        "cuda, size = ctypes.CDLL('libcuda.so.1'), ctypes.c_size_t(int(sys.argv[1]))\n"
+        "print(cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), size), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "0\n"
+    HELD.append(process)
+
+
+def hold(size: int) -> None:
+    """Allocate tensors."""
+    import torch
+
+    if size:
+        HELD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+def hold_as_built(size: int) -> None:
+    """As FlashInfer's metadata builder does, whose kernels do not run here."""
+    import torch
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    build = TritonAttentionMetadataBuilder.build
+
+    def building(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not hasattr(self, "workspace"):
+            self.workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+        return build(self, *arguments, **options)
+
+    TritonAttentionMetadataBuilder.build = building
+
+
+def record_graphs(result: dict[str, Any], profiles: int) -> None:
+    """What CUDA graphs were thought to take, and what they keep, in bytes."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    profile = Worker.determine_available_memory
+
+    def profiling(worker: Worker) -> int:
+        result["requested"] = worker.requested_memory
+        result["estimates"] = []
+        for _ in range(profiles):
+            result["kv"] = int(profile(worker))
+            estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
+            result["estimates"].append(estimate)
+        result["estimate"] = estimate
+        return int(result["kv"])
+
+    Worker.determine_available_memory = profiling
+    for runner in V1, V2:
+        record_capture(runner, result)
+
+
+def record_capture(runner: Any, result: dict[str, Any]) -> None:
+    import torch
+
+    from bench.scenarios import device
+
+    capture = runner.capture_model
+
+    def capturing(self: Any, **options: bool) -> int:
+        torch.cuda.empty_cache()
+        before = device.used()
+        taken = capture(self, **options)
+        torch.cuda.empty_cache()
+        if not options.get("profile_only"):
+            result["graphs"] = device.used() - before
+        return int(taken)
+
+    runner.capture_model = capturing
+
+
+def record_suggestions(result: dict[str, Any]) -> None:
+    """The sizes of --kv-cache-memory that the log names: of what was requested, of all
+    that the device has; those that fit."""
+    pattern = re.compile(r"--kv-cache-memory=(-?\d+)")
+
+    def read(record: logging.LogRecord) -> bool:
+        if sizes := pattern.findall(record.getMessage()):
+            result["suggested"] = [int(size) for size in sizes]
+        return True
+
+    logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
+
+
+def count_on_the_host() -> None:
+    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    import torch
+
+    unique = torch.unique
+
+    def counted(tensor: Any, **options: Any) -> Any:
+        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+
+    torch.unique = counted
+
+
+def time_phases(seconds: dict[str, float]) -> None:
+    """Note how long each phase of the worker's start takes."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def timed(name: str) -> None:
+        method = getattr(Worker, name)
+
+        def phase(*arguments: Any, **keywords: Any) -> Any:
+            began = time.perf_counter()
+            outcome = method(*arguments, **keywords)
+            seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+            return outcome
+
+        setattr(Worker, name, phase)
+
+    for name in PHASES:
+        timed(name)
+
+
+def time_benchmarks() -> list[float]:
+    """Processor time of Triton's autotuning, as it goes on: it repeats each kernel for
+    a set time, so how much it takes says nothing."""
+    from triton.runtime.autotuner import Autotuner
+
+    seconds = [0.0]
+    benchmark = Autotuner._bench
+
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        began = time.process_time()
+        outcome = benchmark(*arguments, **keywords)
+        seconds[0] += time.process_time() - began
+        return outcome
+
+    Autotuner._bench = timed
+    return seconds
+
+
+def memory(worker: Any) -> dict[str, int]:
+    """What vLLM measured, in bytes; with an explicit KV cache only the model."""
+    model = {"model": int(worker.model_runner.model_memory_usage)}
+    if not hasattr(worker, "cudagraph_memory_estimate"):
+        return model
+    estimate = int(worker.cudagraph_memory_estimate)
+    # The official release counts the estimate in.
+    counted = 0 if hasattr(worker, "fragmentation_buffer") else estimate
+    return model | {
+        "peak_activation": int(worker.peak_activation_memory - counted),
+        "graphs_estimated": estimate,
+        "kv_cache": int(worker.available_kv_cache_memory_bytes),
+    }
+
+
+def move_as(phase: str, size: Any) -> None:
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from bench.scenarios import device
+
+    beginnings: dict[str, list[tuple[Any, str]]] = {
+        "connect": [(gpu_worker, "init_worker_distributed_environment")],
+        "groups": [(gpu_worker, "ensure_model_parallel_initialized")],
+        "load": [(Worker, "load_model")],
+        "profile": [(Worker, "determine_available_memory")],
+        "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
+        "kv_cache": [(Worker, "initialize_from_config")],
+        "capture": [(Worker, "_get_cudagraph_capture_context")],
+        "extend": [(Worker, "extend_kv_cache")],
+    }
+    for owner, name in beginnings[phase]:
+        before(owner, name, lambda: device.other_process(size))
+
+
+def before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        action()
+        return original(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def record_reported(result: dict[str, Any]) -> None:
+    """What the device lent the process when its worker reported where it went."""
+    from vllm.v1.worker.memory_report import StartupMemoryReport
+
+    from vgpu import control
+
+    def record() -> None:
+        result["used_at_report"] = control.process_used()
+
+    before(StartupMemoryReport, "table", record)
+
+
+def generate(llm: Any, tokens: int) -> list[int]:
+    """The number of tokens of each output."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": list(range(3, 20 + 5 * i))} for i in range(4)]
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True
+    )
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    return [len(output.outputs[0].token_ids) for output in outputs]
+
+
+def serve(llm: Any, limit: int) -> str:
+    """Serve the largest batches while another process has all but `limit` bytes.
+
+    A prompt for each sequence that fits into one step, then one that fills it, with the
+    largest image if the model takes images. Returns "lives", or why it does not.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    from vgpu import control
+
+    config = llm.llm_engine.vllm_config
+    tokens = config.scheduler_config.max_num_batched_tokens
+    sequences = config.scheduler_config.max_num_seqs
+    outputs = 3
+    most = min(tokens, config.model_config.max_model_len) - outputs
+    image = config.model_config.is_multimodal_model
+    short = [{"prompt_token_ids": [7] * (tokens // sequences)}] * sequences
+    long: dict[str, Any] = {"prompt_token_ids": [7] * most}
+    if image:
+        from PIL import Image
+
+        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
+        long = {"prompt_token_ids": [7, 3, 5, 4]}
+        long["multi_modal_data"] = {"image": Image.new("RGB", (1260, 1260))}
+    parameters = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        max_tokens=outputs,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    control.other_process(max(0, control.memory() - limit))
+    try:
+        for prompts in short, [long]:
+            llm.generate(prompts, parameters, use_tqdm=False)
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error)[:200]}"
+    return "lives"
+
+
+def sleep(llm: Any, level: int) -> dict[str, int]:
+    """Bytes used while asleep and after each stage of waking up."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    from bench.scenarios import device
+
+    records = get_mem_allocator_instance().pointer_to_data.values()
+    pooled = sum(data.handle[1] for data in records)
+    awake = device.used()
+    llm.sleep(level=level)
+    asleep = device.used()
+    llm.wake_up(tags=["weights"])
+    weights = device.used()
+    llm.wake_up(tags=["kv_cache"])
+    return {
+        "pooled": pooled,
+        "awake": awake,
+        "asleep": asleep,
+        "weights": weights,
+        "awake again": device.used(),
+    }
+
+
+if __name__ == "__main__":
+    main()

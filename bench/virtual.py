@@ -1,0 +1,108 @@
+"""Scripts run with the official or the patched vLLM on a virtual device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
+
+from scripts import caches
+from scripts.series import REPOSITORY, Base, Problem
+
+SITES = ("official", "envelope")
+# What kernels would have computed, where vLLM reads it back.
+HOOKS = REPOSITORY / "bench/scenarios/hooks.toml"
+
+
+def environment_of(base: Base) -> tuple[Path, Path]:
+    """The interpreter that has the official vLLM, and ours, to lie before it.
+
+    Raises:
+        Problem: they have not been made.
+    """
+    python = base.root / f".venv-vllm-{base.version}/bin/python"
+    ours = base.root / f"build/envelope-{base.version}"
+    if not python.exists() or not ours.is_dir():
+        raise Problem(f"'make vgpu envelope BASE={base.version}' first.")
+    return python, ours
+
+
+def results(
+    base: Base,
+    site: str,
+    device: Mapping[str, object],
+    scenario: str,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> list[dict[str, Any]]:
+    """All of `each_result`."""
+    return list(
+        each_result(base, site, device, scenario, argument, environment, config)
+    )
+
+
+def each_result(
+    base: Base,
+    site: str,
+    device: Mapping[str, object],
+    scenario: str,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """What a scenario prints after "RESULT ", a JSON object a line, as it comes.
+
+    `site` is one of SITES. `config` is a TOML file with more of the device. The
+    scenario starts cold: no result of an earlier run is there.
+
+    Raises:
+        Problem: there were none; shows what the scenario wrote.
+    """
+    python, ours = environment_of(base)
+    paths = [*([ours] if site == "envelope" else []), base.root]
+    settings = [f"--set={key}={value}" for key, value in device.items()]
+    if config is not None:
+        settings.append(f"--config={config}")
+    build = base.root / "build"
+    inherited = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    with (
+        # Others may run at once: what a killed one left stays.
+        TemporaryDirectory(
+            prefix=".caches.", dir=build, ignore_cleanup_errors=True
+        ) as folder,
+        TemporaryFile("w+", errors="replace") as log,
+    ):
+        own = caches.environment(inherited, Path(folder), build / "kernels")
+        with subprocess.Popen(
+            [
+                python,
+                "-m",
+                "vgpu",
+                *settings,
+                "--",
+                python,
+                "-m",
+                f"bench.scenarios.{scenario}",
+                argument,
+            ],
+            cwd=folder,
+            env=own | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process:
+            assert process.stdout
+            none = True
+            for line in process.stdout:
+                if line.startswith("RESULT "):
+                    none = False
+                    yield json.loads(line.removeprefix("RESULT "))
+        if none:
+            log.seek(0)
+            said = log.read()[-2000:]
+            raise Problem(f"{scenario}, {site}: no result.\n{said}")

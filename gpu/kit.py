@@ -1,0 +1,269 @@
+"""An unpatched and a patched vLLM side by side, and scenarios run with either.
+
+Needs the standard library alone: a GPU machine may have little more than torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from bench.virtual import environment_of
+from scripts import caches
+from scripts.series import REPOSITORY, Base, Problem
+
+VLLMS = ("unpatched", "patched")
+# No network, no probing for one, and nothing that the bundle leaves out.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# On a GPU no virtual device counts; nor where one stands in for a GPU.
+METERED = {"ENVELOPE_METER": "NVML"}
+
+
+@dataclass(frozen=True)
+class Kit:
+    """Where the two are: a folder to put first on the path, or "" for the installed.
+
+    `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
+    configures the virtual device that scenarios run on, instead of the GPU. Each has
+    its own `caches`: both start without any.
+    """
+
+    python: str
+    sites: dict[str, str]
+    versions: dict[str, str]
+    tests: Path
+    own_tests: tuple[str, ...]
+    caches: Path
+    device: Path | None = None
+
+    @classmethod
+    def of_checkout(cls, base: Base, folder: Path) -> Kit:
+        """The environment and the unpacked wheel of `make vgpu envelope`.
+
+        Raises:
+            Problem: they have not been made.
+        """
+        python, ours = environment_of(base)
+        from scripts.check import tests_of_series
+
+        return cls(
+            str(python),
+            {"unpatched": "", "patched": str(ours)},
+            {"unpatched": base.version, "patched": base.local_version},
+            base.tree,
+            tuple(tests_of_series(base)),
+            folder / "caches",
+        )
+
+    @classmethod
+    def of_bundle(cls, archive: Path, folder: Path) -> Kit:
+        """Unpack what bundle.py made, for the interpreter that runs this.
+
+        Raises:
+            Problem: it is no such file, or was made for another Python.
+        """
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")
+            manifest = json.loads((folder / "bundle.json").read_text())
+        except (OSError, tarfile.TarError) as error:
+            raise Problem(f"{archive} is no bundle of 'make bundle': {error}") from None
+        if manifest["python"] != f"{sys.version_info[0]}.{sys.version_info[1]}":
+            raise Problem(
+                f"{archive.name} is for Python {manifest['python']}, this is "
+                f"{sys.version.split()[0]}: 'make bundle PYTHON_VERSION=...'."
+            )
+        unpatched, patched = folder / "unpatched", folder / "both"
+        shutil.copytree(unpatched, patched, copy_function=os.link)
+        for name in manifest["removed"]:
+            (patched / name).unlink()
+        for file in (folder / "patched").rglob("*"):
+            if file.is_file():
+                target = patched / file.relative_to(folder / "patched")
+                target.unlink(missing_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.rename(target)
+        return cls(
+            sys.executable,
+            {"unpatched": str(unpatched), "patched": str(patched)},
+            manifest["versions"],
+            folder,
+            tuple(manifest["own_tests"]),
+            folder / "caches",
+        )
+
+    def on_device(self, configuration: Path) -> Kit:
+        return dataclasses.replace(self, device=configuration)
+
+    def environment(self, vllm: str, *more: Path) -> dict[str, str]:
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [
+            self.sites[vllm],
+            *map(str, more or (REPOSITORY,)),
+            *(path for path in inherited if path != str(REPOSITORY)),
+        ]
+        own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        return caches.environment(os.environ, self.caches / vllm) | ENVIRONMENT | own
+
+    def installed(self) -> dict[str, str]:
+        """Versions of what results depend on."""
+        script = (
+            "import importlib.metadata as m, json, platform\n"
+            "names = {d.name.lower() for d in m.distributions() if d.name}\n"
+            "wanted = {'torch', 'triton', 'transformers'} & names\n"
+            "print(json.dumps({'python': platform.python_version()}"
+            " | {n: m.version(n) for n in sorted(wanted)}))"
+        )
+        done = subprocess.run(
+            [self.python, "-c", script],
+            env=self.environment("unpatched"),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+    def run(
+        self, module: str, arguments: list[str], vllm: str, folder: Path, limit: float
+    ) -> dict[str, Any]:
+        """What a scenario answers, or its "outcome" and "error" where it does not."""
+        command = ["-m", module, *arguments]
+        with Conversation(self, command, vllm, folder) as scenario:
+            return scenario.answer(limit)
+
+    def run_own_tests(
+        self, vllm: str, folder: Path, limit: float, *options: str
+    ) -> dict[str, Any]:
+        """Outcomes of the series' own tests, by name."""
+        shutil.copytree(
+            self.tests / "tests", folder / "tests",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )  # fmt: skip
+        shutil.copy2(self.tests / "pyproject.toml", folder)
+        report = folder / "report.xml"
+        # By name: a file that cannot be imported would keep named nodes from running.
+        files = sorted({test.partition("::")[0] for test in self.own_tests})
+        names = " or ".join(test.partition("::")[2] for test in self.own_tests)
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider",
+                   "--continue-on-collection-errors", f"--junitxml={report}",
+                   "-k", names, *options, *files]  # fmt: skip
+        with Conversation(
+            self, command, vllm, folder, folder / "tests/vllm_test_utils"
+        ) as tests:
+            end_of_log = tests.wait(limit)
+        if not report.is_file():
+            return {"outcome": "no result", "error": end_of_log}
+        result: dict[str, Any] = {"outcome": "ran"}
+        result |= {"passed": [], "failed": [], "skipped": []}
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = {child.tag for child in case}
+            outcome = "failed" if kinds & {"failure", "error"} else "passed"
+            outcome = "skipped" if "skipped" in kinds else outcome
+            result[outcome].append(case.get("name", ""))
+        return result
+
+
+class Conversation:
+    """A scenario's process: orders go in, lines that begin with RESULT come out."""
+
+    def __init__(
+        self,
+        kit: Kit,
+        arguments: list[str],
+        vllm: str,
+        folder: Path,
+        *paths: Path,
+    ) -> None:
+        self._log = (folder / f"{vllm}.log").open("w+")
+        environment = kit.environment(vllm, *paths)
+        command = [kit.python, *arguments]
+        if kit.device:
+            command = [kit.python, "-m", "vgpu", "--config", str(kit.device), "--",
+                       *command]  # fmt: skip
+            environment["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
+        else:
+            environment |= METERED
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                self._lines.put(line.removeprefix("RESULT "))
+            else:
+                self._log.write(line)
+        self._lines.put(None)
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def ask(self, order: str, limit: float) -> dict[str, Any]:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(order + "\n")
+            self._process.stdin.flush()
+        return self.answer(limit)
+
+    def answer(self, limit: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(limit, 0))
+        except queue.Empty:
+            line = None
+            why = f"nothing within {limit:.0f} s"
+        else:
+            why = "it ended"
+        if line is None:
+            return {"outcome": "no result", "error": f"{why}\n{self._end_of_log()}"}
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def wait(self, limit: float) -> str:
+        """The end of what it wrote, once it has ended or the time is up."""
+        with contextlib.suppress(queue.Empty):
+            self._lines.get(timeout=max(limit, 0))
+        return self._end_of_log()
+
+    def _end_of_log(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text(errors="replace")[-2000:]

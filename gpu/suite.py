@@ -1,0 +1,487 @@
+"""The suite on a GPU: every case with the unpatched and with the patched vLLM.
+
+    make gpu                                    # this checkout, on this machine
+    python3 -m gpu.suite --bundle FILE.tar.xz   # elsewhere: see docs/on-a-gpu.md
+
+Writes what it found, what was wanted, and on what machine, as
+results/GPU-DATE-VLLM.json; ends with 1 if something did not hold. Any card with 16
+GiB will do. Below vgpu it runs too, as a test of itself: what kernels would have
+computed is then not judged, and nothing is written unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu.card import MIB, Card, CardError
+from gpu.kit import VLLMS, Conversation, Kit
+from scripts.series import REPOSITORY, Base, Problem, command, write_whole
+
+GIB = 2**30
+LIMIT = 4 * GIB
+ROUNDS, STEPS = 12, 200
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+}
+NEEDS_ARITHMETIC = REPOSITORY / "tests/vgpu/upstream/expected.toml"
+
+Result = dict[str, Any]
+Check = tuple[str, Any, bool]  # what is wanted, what was found, whether it holds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What cases depend on: bytes, and what cuts a slice off the GPU, if anything."""
+
+    total: int
+    free: int
+    share: str
+    virtual: bool
+    large: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run` gives a result for each vLLM, `judge` what is to hold of the two.
+
+    `needs` is free memory in bytes; `where` whether the GPU must be whole (False) or
+    a slice (True).
+    """
+
+    name: str
+    run: Callable[[Kit, Machine, Path, float], dict[str, Result]]
+    judge: Callable[[Machine, Result, Result], Iterator[Check]]
+    needs: int = 10 * GIB
+    where: bool | None = None
+
+
+def each(
+    scenario: str, arguments: Callable[[Machine, str], list[str] | dict[str, Any]]
+) -> Callable[[Kit, Machine, Path, float], dict[str, Result]]:
+    """Run a scenario with one vLLM, then with the other."""
+    module = f"bench.scenarios.{scenario}"
+
+    def run(
+        kit: Kit, machine: Machine, folder: Path, limit: float
+    ) -> dict[str, Result]:
+        results = {}
+        for vllm in VLLMS:
+            given = arguments(machine, vllm)
+            text = given if isinstance(given, list) else [json.dumps(given)]
+            results[vllm] = kit.run(module, text, vllm, folder, limit)
+        return results
+
+    return run
+
+
+# ---- loading in the sleep-mode pool
+
+
+def loads(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
+    found = unpatched["outcome"]
+    yield "unpatched: out of memory", found, found in ("OOM", "OutOfMemoryError")
+    yield "patched: loads", patched["outcome"], patched["outcome"] == "loaded"
+
+
+def churns(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
+    yield from loads(machine, unpatched, patched)
+    if unpatched["outcome"] == "OOM":
+        lost = unpatched["within"]["used"] - unpatched["within"]["reserved"]
+        yield "unpatched: a lost transient is not reserved, but used", lost, lost > GIB
+    if patched["outcome"] == "loaded":
+        after = patched["after"]
+        same = after["recorded"] == after["reserved"] == after["live"]
+        yield (
+            "patched: recorded and reserved bytes are those of the weights",
+            (after),
+            same,
+        )
+        left = {k: v for k, v in patched["freed"].items() if k != "used"}
+        yield (
+            "patched: nothing is left when the weights are freed",
+            left,
+            not any(left.values()),
+        )
+
+
+def load_of(name: str, free: int) -> Case:
+    return Case(
+        f"loading: {name}",
+        each("sleep_load", lambda machine, vllm: [name, "--free", str(free)]),
+        loads,
+        needs=free + 2 * GIB,
+    )
+
+
+# ---- the budget
+
+
+def consumes(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
+    """A load of 1 GiB, while a co-tenant releases half of that."""
+    for vllm, result, wanted in (
+        ("unpatched", unpatched, GIB // 2),
+        ("patched", patched, GIB),
+    ):
+        found = result["results"][0].get("consumed") if "results" in result else None
+        yield f"{vllm}: {wanted // MIB} MiB consumed", found, found == wanted
+
+
+def limited(machine: Machine, vllm: str) -> dict[str, Any]:
+    llm: dict[str, Any] = {"gpu_memory_utilization": LIMIT / machine.total}
+    if vllm == "patched":
+        llm = {"gpu_memory_utilization": 1.0, "gpu_memory_limit_bytes": LIMIT}
+    return {"free": 8 * GIB, "llm": llm}
+
+
+def stays_in_limit(
+    machine: Machine, unpatched: Result, patched: Result
+) -> Iterator[Check]:
+    yield "patched: starts", patched["outcome"], patched["outcome"] == "started"
+    peak = unpatched.get("process_peak", 0)
+    yield "unpatched: goes over 4 GiB", peak, peak > LIMIT
+    peak = patched.get("process_peak", 0)
+    yield "patched: stays in 4 GiB", peak, 0 < peak <= LIMIT
+
+
+def stays_in_slice(
+    machine: Machine, unpatched: Result, patched: Result
+) -> Iterator[Check]:
+    yield "patched: starts", patched["outcome"], patched["outcome"] == "started"
+    peak = patched.get("process_peak", 0)
+    yield "patched: stays in the slice", peak, 0 < peak <= machine.total
+
+
+def survives_release(
+    machine: Machine, unpatched: Result, patched: Result
+) -> Iterator[Check]:
+    error = unpatched.get("error", "")[:200]
+    wanted = "Error in memory profiling"
+    yield f"unpatched: '{wanted}'", error, wanted in error
+    yield "patched: starts", patched["outcome"], patched["outcome"] == "started"
+    if patched["outcome"] == "started":
+        memory = patched["memory"]
+        parts = sum(memory[k] for k in ("model", "peak_activation", "kv_cache"))
+        request = int(0.4 * machine.total)
+        wanted = f"patched: model, activation and KV cache fit into {request}"
+        yield wanted, parts, parts <= request
+
+
+# ---- serving
+
+
+def serve(
+    model: str,
+) -> Callable[[Kit, Machine, Path, float], dict[str, Result]]:
+    """Both engines at once; they decode in turn, so that both meet the same clocks."""
+
+    def run(
+        kit: Kit, machine: Machine, folder: Path, limit: float
+    ) -> dict[str, Result]:
+        llm = {"gpu_memory_utilization": 0.4, "compilation_config": GRAPHS}
+        case = {"graphs": True, "sleep": 1, "llm": llm}
+        case["model"] = f"large {model}" if machine.large else model
+        end = time.monotonic() + 2 * limit
+        engines: dict[str, Conversation] = {}
+        results: dict[str, Result] = {}
+
+        def ask(vllm: str, order: str) -> Result:
+            answer = engines[vllm].ask(order, end - time.monotonic())
+            if "outcome" in answer:
+                raise NoAnswer(vllm, answer)
+            return answer
+
+        with contextlib.ExitStack() as stack:
+            try:
+                # Memory stands still while one starts and sleeps.
+                for vllm in VLLMS:
+                    order = ["-m", "bench.scenarios.serve", json.dumps(case)]
+                    engine = Conversation(kit, order, vllm, folder)
+                    engines[vllm] = stack.enter_context(engine)
+                    started = engine.answer(end - time.monotonic())
+                    if started["outcome"] != "started":
+                        raise NoAnswer(vllm, started)
+                    results[vllm] = started
+                    started["tokens"] = ask(vllm, "tokens")
+                    started["sleep"] = ask(vllm, "sleep")
+                    started["tokens_after"] = ask(vllm, "tokens")
+                    started["decode"] = []
+                    ask(vllm, f"decode {STEPS}")  # warm
+                for _ in range(ROUNDS):
+                    for vllm, result in results.items():
+                        decoded = ask(vllm, f"decode {STEPS}")
+                        result["decode"].append(decoded["seconds"])
+            except NoAnswer as error:
+                vllm, answer = error.args
+                not_started = {"outcome": "not started"}
+                return dict.fromkeys(VLLMS, not_started) | results | {vllm: answer}
+            for result in results.values():
+                seconds = statistics.median(result["decode"])
+                result["ms_per_step"] = 1000 * seconds / STEPS
+                result["tokens_per_second"] = STEPS * decoded["batch"] / seconds
+        return results
+
+    return run
+
+
+class NoAnswer(Exception):
+    """Of which vLLM, and what it gave instead."""
+
+
+def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
+    results = {"unpatched": unpatched, "patched": patched}
+    for vllm, result in results.items():
+        yield f"{vllm}: serves", result["outcome"], "tokens_per_second" in result
+        if "sleep" in result:
+            sleep = result["sleep"]
+            freed = sleep["awake"] - sleep["asleep"]
+            wanted = f"{vllm}: sleep frees the {sleep['pooled']} bytes of the pools"
+            yield wanted, freed, freed >= sleep["pooled"]
+    if machine.virtual or not all("tokens_per_second" in r for r in results.values()):
+        return
+    for vllm, result in results.items():
+        kinds = len({t for output in result["tokens"]["greedy"] for t in output})
+        yield f"{vllm}: the weights make more than one token", kinds, kinds > 1
+        same = result["tokens"] == result["tokens_after"]
+        yield f"{vllm}: equal tokens before sleep and after", same, same
+    same = unpatched["tokens"] == patched["tokens"]
+    yield "equal tokens, unpatched and patched", same, same
+    pairs = zip(unpatched["decode"], patched["decode"], strict=True)
+    ratio = round(statistics.median(ours / theirs for theirs, ours in pairs), 4)
+    yield "time per step within 1 %: ratio", ratio, abs(ratio - 1) <= 0.01
+
+
+# ---- vLLM's tests
+
+
+def own_tests(
+    kit: Kit, machine: Machine, folder: Path, limit: float
+) -> dict[str, Result]:
+    end = time.monotonic() + 2 * limit
+    results = {}
+    # That some fail is known soon; that all pass takes all.
+    for vllm, options in (("unpatched", ["--maxfail=4"]), ("patched", [])):
+        (folder / vllm).mkdir()
+        left = end - time.monotonic()
+        results[vllm] = kit.run_own_tests(vllm, folder / vllm, left, *options)
+    return results
+
+
+def tests_pass(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:
+    # What cannot be imported is named for its file.
+    failed = [n for n in unpatched.get("failed", []) if n.startswith("test_")]
+    yield "unpatched: some fail", len(failed), len(failed) > 0
+    failed = patched.get("failed", ["no result"])
+    if machine.virtual:
+        listed = tomllib.loads(NEEDS_ARITHMETIC.read_text())["needs_arithmetic"]
+        failed = [name for name in failed if name.partition("[")[0] not in listed]
+    yield "patched: none fails", failed, not failed
+    number = len(patched.get("passed", []))
+    yield "patched: some pass", number, number > 0
+
+
+CASES = (
+    Case(
+        "churn",
+        each("churn", lambda machine, vllm: {"free": 8 * GIB}),
+        churns,
+        needs=9 * GIB,
+    ),
+    load_of("growing", 8 * GIB),
+    load_of("experts", 29 * GIB),
+    Case(
+        "consumption while a co-tenant releases memory",
+        each(
+            "shares",
+            lambda machine, vllm: {
+                "cases": [{"utilization": 0.4, "held": 2 * GIB, "moved": -(GIB // 2)}]
+            },
+        ),
+        consumes,
+    ),
+    Case(
+        "start within a limit, beside a co-tenant",
+        each("start", limited),
+        stays_in_limit,
+        where=False,
+    ),
+    Case(
+        "start in the slice",
+        each("start", lambda machine, vllm: {"llm": {"gpu_memory_utilization": 0.9}}),
+        stays_in_slice,
+        where=True,
+    ),
+    Case(
+        "start while a co-tenant releases memory",
+        each(
+            "start",
+            lambda machine, vllm: {
+                "held": 4 * GIB,
+                "moved": -2 * GIB,
+                "llm": {"gpu_memory_utilization": 0.4},
+            },
+        ),
+        survives_release,
+        needs=12 * GIB,
+    ),
+    Case("serving: dense", serve("dense"), serves, needs=14 * GIB),
+    Case("serving: moe", serve("moe"), serves, needs=14 * GIB),
+    Case("the patches' own tests", own_tests, tests_pass),
+)
+
+
+def why_not(case: Case, machine: Machine) -> str:
+    """Why this machine cannot run a case; "" if it can."""
+    if case.where is not None and case.where != bool(machine.share):
+        return machine.share or "the GPU is whole"
+    if machine.free < case.needs:
+        return f"{case.needs} bytes are needed, {machine.free} are free"
+    return ""
+
+
+def run_case(case: Case, kit: Kit, machine: Machine, limit: float) -> dict[str, Any]:
+    """The results of a case and whether they hold: an entry of the results file."""
+    if why := why_not(case, machine):
+        return {"not run": why}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = case.run(kit, machine, Path(folder), limit)
+    checks = [
+        {"wanted": wanted, "found": found, "holds": bool(holds)}
+        for wanted, found, holds in case.judge(machine, *(results[v] for v in VLLMS))
+    ]
+    seconds = round(time.monotonic() - began, 1)
+    return results | {"checks": checks, "seconds": seconds}
+
+
+def survey(large: bool | None = None) -> tuple[Machine, dict[str, Any]]:
+    """This machine, for the cases and for the reader.
+
+    Raises:
+        CardError: it has no GPU.
+    """
+    card = Card()
+    described = card.describe()
+    card.driver.enter_context()
+    free, total = card.driver.memory()
+    card.driver.leave_context()
+    virtual = "VGPU_RUN" in os.environ
+    machine = Machine(
+        total,
+        free,
+        described["share"],
+        virtual,
+        not virtual if large is None else large,
+    )
+    host = {"cpus": os.cpu_count(), "kernel": platform.release()}
+    return machine, {"gpu": described | {"virtual": virtual}, "host": host}
+
+
+def command_line() -> str:
+    """How this was called, without the paths of the machine."""
+    module, *arguments = (Path(a).name if "/" in a else a for a in sys.argv)
+    return shlex.join(["python", "-m", f"gpu.{Path(module).stem}", *arguments])
+
+
+def file_name(gpu: str, date: str, version: str) -> str:
+    plain = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+    return f"{plain}-{date}-{version}.json"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bundle", type=Path, help="what 'make bundle' wrote")
+    parser.add_argument("--out", type=Path, help="folder (default: results/)")
+    parser.add_argument("--only", help="a pattern that names of cases must match")
+    parser.add_argument("--limit", type=float, default=480, help="seconds in all")
+    parser.add_argument(
+        "--case-limit", type=float, default=150, help="seconds a case and vLLM"
+    )
+    parser.add_argument("--small", action="store_true", help="small models only")
+
+
+def main(args: argparse.Namespace) -> None:
+    began = time.monotonic()
+    try:
+        machine, described = survey(False if args.small else None)
+    except CardError as error:
+        raise Problem(f"{error}. Run this on a machine with an NVIDIA GPU.") from None
+    if machine.virtual and not args.out:
+        raise Problem("this is the virtual device: --out FOLDER is needed.")
+    with tempfile.TemporaryDirectory() as folder:
+        kit = prepare(args, Path(folder))
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        content: dict[str, Any] = {
+            "date": date,
+            **described,
+            "versions": kit.installed() | {f"{v} vllm": kit.versions[v] for v in VLLMS},
+            "command": command_line(),
+            "cases": {},
+        }
+        target = (args.out or args.root / "results") / file_name(
+            described["gpu"]["name"], date, kit.versions["unpatched"]
+        )
+        for case in CASES:
+            if args.only and not re.search(args.only, case.name):
+                continue
+            left = args.limit - (time.monotonic() - began)
+            if left < args.case_limit / 3:
+                entry: dict[str, Any] = {"not run": f"{left:.0f} s are left"}
+            else:
+                limit = min(args.case_limit, left / len(VLLMS))
+                entry = run_case(case, kit, machine, limit)
+            content["cases"][case.name] = entry
+            content["seconds"] = round(time.monotonic() - began, 1)
+            write(target, content)  # what is known so far, should the machine go
+            report(case.name, entry)
+    print(f"{content['seconds']} s: {target}")
+    sys.exit(any(not holds(entry) for entry in content["cases"].values()))
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> Kit:
+    if args.bundle:
+        return Kit.of_bundle(args.bundle, folder)
+    return Kit.of_checkout(Base.load(args.root, args.base), folder)
+
+
+def holds(entry: dict[str, Any]) -> bool:
+    return all(check["holds"] for check in entry.get("checks", []))
+
+
+def report(name: str, entry: dict[str, Any]) -> None:
+    if "not run" in entry:
+        print(f"{name}: not run: {entry['not run']}", flush=True)
+        return
+    print(f"{name}: {'holds' if holds(entry) else 'DOES NOT HOLD'}")
+    for check in entry["checks"]:
+        mark = "  " if check["holds"] else "! "
+        print(f"  {mark}{check['wanted']}: {check['found']}")
+    for vllm in VLLMS:
+        if entry[vllm].get("outcome") == "no result":
+            print(f"    {vllm}: {entry[vllm]['error']}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,1 @@
+"""The series of patches, and what ships: wheel, overlay, image, bundle."""
