@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.start import MIB, grid, grid_options, outcome, percent, requested, starts
-from scripts.series import Base, Problem, command
+from scripts.commands import Problem, command
+from scripts.release import Base
 
 WAYS = ("official", "estimated", "extended")
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from bench.start import outcome
 from bench.virtual import SITES, results
-from scripts.series import Base, Problem, command, write_whole
+from scripts.commands import Problem, command, write_whole
+from scripts.release import Base
 
 MIB = 1 << 20
 # How many bytes fewer of KV cache than the release's second start are allowed: those

@@ -14,7 +14,8 @@ from typing import Any
 
 from bench.scenarios.loads import CASES, environment
 from bench.virtual import HOOKS, results
-from scripts.series import Base, Problem, command
+from scripts.commands import Problem, command
+from scripts.release import Base
 
 MIB = 1 << 20
 MORE = 1 << 60  # than was tried

@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 from bench.virtual import SITES, results
-from scripts.series import Base, command
+from scripts.commands import command
+from scripts.release import Base
 
 CASES = ("churn", "growing", "experts", "nvfp4", "dense")
 SEGMENT = 2 << 20

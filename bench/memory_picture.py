@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.series import Problem, command, write_whole
+from scripts.commands import Problem, command, write_whole
 
 MIB = 1 << 20
 WIDTH, HEIGHT, LEFT, TOP = 900, 70, 20, 50

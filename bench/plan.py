@@ -12,35 +12,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench import memory_picture
-from scripts import caches
-from scripts.series import REPOSITORY, Base, Problem, command, write_whole
+from bench.foresee import Asked, Plan, Release, foresee
+from bench.plan_tables import SWEPT_HEAD, beside, swept_row, table, verdict
+from scripts.commands import Problem, command, write_whole
 from vgpu import config as vgpu_config
 
-GIB = 1 << 30
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# How a start says that there is too little memory.
-TOO_LITTLE = re.compile(
-    r"out of memory|No available memory|KV cache|[Ff]ree memory on device|takes more "
-    r"than|exceeds (available )?Mamba|does not fit",
-)
 NUMBERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-TIMEOUT = 1800
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -134,67 +121,6 @@ def foresee_again(args: argparse.Namespace, folder: Path) -> Plan:
     return plan
 
 
-# ---- what is asked
-
-
-@dataclass(frozen=True)
-class Release:
-    """A vLLM that can be started."""
-
-    root: Path
-    version: str
-    ours: Path | None
-    """The folder that lies before the official one; None: official."""
-
-    @classmethod
-    def find(cls, root: Path, version: str, ours: bool) -> Release:
-        """
-        Raises:
-            Problem: it has not been made.
-        """
-        if ours:
-            folder = root / f"build/envelope-{Base.load(root, version).version}"
-        else:
-            folder = None
-        release = cls(root, version, folder)
-        if not release.python.exists() or (folder and not folder.is_dir()):
-            target = (
-                f"vgpu envelope BASE={version}" if ours else f"{release.name}/ready"
-            )
-            raise Problem(f"'make {target}' first.")
-        return release
-
-    @property
-    def name(self) -> str:
-        return f".venv-vllm-{self.version}"
-
-    @property
-    def python(self) -> Path:
-        return self.root / self.name / "bin/python"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A start: which vLLM, of which model, on which card."""
-
-    release: Release
-    model: str
-    """A folder with config.json, or a name on the hub."""
-    gpu: str | None
-    """A profile of the virtual device; None: `device` has all."""
-    flags: tuple[str, ...]
-    warm: bool = False
-    device: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the virtual device over the profile's."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def card(self) -> str:
-        own = self.device.get("name")
-        profile = vgpu_config.read_profile(self.gpu) if self.gpu else {}
-        return str(own or profile["name"])
-
-
 def asked(args: argparse.Namespace, folder: Path) -> Asked:
     """What the command line asks for.
 
@@ -265,66 +191,6 @@ def device_of(report: Mapping[str, Any]) -> dict[str, object]:
         "first_graph": graphs - (report["cuda_graphs_torch"] or 0),
     } | dict(report["card"])
     return {key: value for key, value in settings.items() if value is not None}
-
-
-@dataclass
-class Plan:
-    asked: Asked
-    result: dict[str, Any]
-    """As plan_engine.py tells it."""
-    tried: list[Plan] = field(default_factory=list)
-
-    @property
-    def fits(self) -> bool:
-        return bool(self.result["outcome"] == "started")
-
-    @property
-    def tokens(self) -> int:
-        return int(self.result.get("kv_tokens", 0))
-
-    def in_short(self) -> str:
-        if not self.fits:
-            return f"does not fit ({why(self.result)})"
-        return (
-            f"fits: {self.tokens:,} tokens of KV cache, "
-            f"{self.result['concurrency']:.2f} requests of full length"
-        )
-
-    def report(self) -> dict[str, Any]:
-        """In the form that memory_picture.py draws."""
-        result = self.result
-        return dict(result.get("report") or {}) | {
-            "device": self.asked.card,
-            "total": result["total"],
-            "free_before": result["free"],
-            "held_before": result["non_torch_before"],
-            "requested": result["requested"],
-            "in_use": result["in_use"],
-            "set_aside": self.set_aside(),
-            "left": self.left(),
-        }
-
-    def set_aside(self) -> dict[str, int]:
-        """Ours tells more of it than the release."""
-        told = (self.result.get("report") or self.result).get("set_aside", {})
-        return {name: size or 0 for name, size in told.items()}
-
-    def left(self) -> int:
-        used = sum(self.result["in_use"].values()) + sum(self.set_aside().values())
-        return int(self.result["requested"] - used)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "model": Path(self.asked.model).name,
-            "gpu": self.asked.gpu or self.asked.card,
-            "vllm": self.result.get("version"),
-            "release": "ours" if self.asked.release.ours else "official",
-            "flags": list(self.asked.flags),
-            "warm": self.asked.warm,
-            "fits": self.fits,
-            "result": self.result,
-            "tried": [plan.as_dict() for plan in self.tried],
-        }
 
 
 def cards() -> list[str]:
@@ -423,249 +289,8 @@ def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
         yield text, replace(base, flags=(*base.flags, f"--{name}", text))
 
 
-def profile_of(gpu: str | None) -> str:
-    return str(vgpu_config.read_profile(gpu)) if gpu else ""
-
-
 def memory_of(gpu: str) -> int:
     return vgpu_config.parse_size(vgpu_config.read_profile(gpu)["memory"])
-
-
-# ---- a start
-
-
-def foresee(asked: Asked, folder: Path, label: str = "") -> Plan:
-    """Start it; if it is to be warm, for the second time.
-
-    Raises:
-        Problem: it cannot be started on any card, as vLLM says.
-    """
-    own = Path(tempfile.mkdtemp(prefix="caches-", dir=folder))
-    try:
-        result = started(asked, own, label)
-        if asked.warm and result["outcome"] == "started":
-            result = started(asked, own, f"{label} warm")
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return Plan(asked, result)
-
-
-def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
-    """What plan_engine.py tells; `own` is where the start keeps what it compiles.
-
-    Raises:
-        Problem: it ended for another reason than memory, or said nothing.
-    """
-    release = asked.release
-    paths = [*([release.ours] if release.ours else []), REPOSITORY]
-    environment = caches.environment(
-        os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-        own,
-        release.root / "build/kernels",
-    )
-    case = {
-        "model": asked.model,
-        "flags": [*asked.flags, *of_dummies(asked.model)],
-        "environment": dict(asked.environment),
-    }
-    settings = [f"--set={key}={toml(value)}" for key, value in asked.device.items()]
-    settings.append(f"--set=devices={ranks(asked.flags)}")
-    if asked.gpu:
-        settings.append(f"--profile={asked.gpu}")
-    order = [
-        *(release.python, "-m", "vgpu", *settings, "--"),
-        *(release.python, "-m", "bench.plan_engine", json.dumps(case)),
-    ]
-    with (own / "log").open("w+") as log:
-        told = follow(order, environment, own, log, label or asked.card)
-        log.seek(0)
-        said = log.read()
-    if told is None:
-        raise Problem(f"The engine ended without a word:\n{said[-2000:]}")
-    if told["outcome"] != "started" and not about_memory(told):
-        raise Problem(plainly(told["error"]))
-    return told
-
-
-def ranks(flags: Sequence[str]) -> int:
-    """The number of cards that an engine takes."""
-    size = r"(?:--(?:tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)[ =](\d+)"
-    return math.prod(map(int, re.findall(size, " ".join(flags))))
-
-
-def toml(value: object) -> str:
-    return json.dumps(value)
-
-
-def follow(
-    order: Sequence[object],
-    environment: Mapping[str, str],
-    cwd: Path,
-    log: Any,
-    label: str,
-) -> dict[str, Any] | None:
-    """The result that a command prints; says meanwhile how far it is."""
-    began = time.monotonic()
-    told = None
-    with subprocess.Popen(
-        list(map(str, order)), env=dict(environment), cwd=cwd, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, errors="replace",
-    ) as process:  # fmt: skip
-        assert process.stdout
-        try:
-            for line in process.stdout:
-                if line.startswith("PHASE "):
-                    progress(f"{label}: {line[6:].strip()}", began)
-                elif line.startswith("RESULT "):
-                    told = json.loads(line.removeprefix("RESULT "))
-                else:
-                    log.write(line)
-        except BaseException:
-            process.terminate()
-            raise
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-    return told
-
-
-def progress(text: str, began: float) -> None:
-    line = f"[{time.monotonic() - began:4.0f} s] {text}"
-    end = "" if sys.stderr.isatty() else "\n"
-    start = "\r\033[K" if sys.stderr.isatty() else ""
-    print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
-
-
-def of_dummies(model: str) -> list[str]:
-    """Flags of a start without weights and, if there is none, without a tokenizer."""
-    flags = ["--load-format", "dummy"]
-    folder = Path(model)
-    if not folder.is_dir():
-        return flags
-    if not any((folder / name).exists() for name in TOKENIZERS):
-        flags.append("--skip-tokenizer-init")
-    return flags
-
-
-def about_memory(result: Mapping[str, Any]) -> bool:
-    return (
-        "requested" in result
-        and bool(TOO_LITTLE.search(result["error"]))
-        or ("ree memory on device" in result["error"])
-    )
-
-
-def plainly(error: str) -> str:
-    """The one line of an error that says what is wrong."""
-    error = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", error)
-    error = error.partition(" [type=")[0]
-    return f"vLLM refuses to start: {error[:600]}"
-
-
-# ---- what is answered
-
-
-def why(result: Mapping[str, Any]) -> str:
-    """The first sentence or two of vLLM's own words."""
-    text = " ".join(str(result["error"]).split())
-    return text if len(text) < 300 else text[:297] + "..."
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:9.2f} GiB"
-
-
-def rows(plan: Plan) -> Iterator[tuple[str, int | None, str]]:
-    """Name, bytes and a note; those after "requested" sum to it."""
-    result = plan.result
-    yield "total", result["total"], ""
-    yield "held before", result["non_torch_before"], "CUDA context"
-    yield "requested", result["requested"], ""
-    if not plan.fits:
-        yield "  weights", result.get("weights"), ""
-        yield "  peak activations", result.get("activations"), ""
-        yield "  outside torch", result.get("non_torch"), ""
-        return
-    notes = {
-        "kv_cache": f"{result['blocks']} blocks, {plan.tokens:,} tokens",
-        "cuda_graphs": f"{gib(result['graphs_estimated']).strip()} estimated",
-    }
-    for name, size in (result["in_use"] | plan.set_aside()).items():
-        yield f"  {name.replace('_', ' ')}", size, notes.get(name, "")
-    yield "  left", plan.left(), ""
-
-
-def table(plan: Plan) -> str:
-    result, asked = plan.result, plan.asked
-    attention = ", ".join(result.get("attention", [])) or "no attention"
-    runner = "V2" if result.get("v2") else "V1"
-    state = "warm" if asked.warm else "cold"
-    lines = [
-        f"{Path(asked.model).name} on {asked.card}: vLLM {result['version']} "
-        f"({'ours' if asked.release.ours else 'official'}), {runner} runner, "
-        f"{attention}, {state}",
-        f"{result.get('max_model_len', 0):,} tokens a request, "
-        f"{result.get('max_num_seqs')} requests and "
-        f"{result.get('max_num_batched_tokens'):,} tokens a batch"
-        if "max_model_len" in result
-        else "",
-    ]
-    if "total" in result:
-        for name, size, note in rows(plan):
-            if size is not None:
-                lines.append(f"{name:<24}{gib(size)}  {note}".rstrip())
-    if plan.fits:
-        lines.append(
-            f"It fits: {result['concurrency']:.2f} requests of full length at once."
-        )
-    else:
-        lines.append(f"It does not fit: {why(result)}")
-    return "\n".join(line for line in lines if line)
-
-
-SWEPT_HEAD = """\
-| | fits | weights, GiB | activations, GiB | KV cache, GiB | KV tokens | requests |
-| --- | --- | --- | --- | --- | --- | --- |"""
-
-
-def swept_row(label: str, plan: Plan) -> str:
-    result = plan.result
-    cells = [label, "yes" if plan.fits else "no"]
-    for key in ("weights", "activations", "kv_cache"):
-        size = result.get(key) if plan.fits or key == "weights" else None
-        cells.append("" if size is None else f"{size / GIB:.2f}")
-    full = f"{result['concurrency']:.2f}" if plan.fits else ""
-    cells += [f"{plan.tokens:,}" if plan.fits else "", full]
-    return f"| {' | '.join(cells)} |"
-
-
-def verdict(sweep: str, labels: Sequence[str], plans: Sequence[Plan]) -> str:
-    fitting = [label for label, plan in zip(labels, plans, strict=True) if plan.fits]
-    name = sweep.partition("=")[0]
-    if not fitting:
-        return f"None of these fits: {why(plans[-1].result)}"
-    if name == "gpu":
-        return f"The smallest that fits: {fitting[0]}"
-    return f"Those that fit: {name} {', '.join(fitting)}"
-
-
-def beside(plan: Plan, report: Mapping[str, Any]) -> str:
-    """What the report says, beside what is foreseen."""
-    said = dict(report["in_use"]) | dict(report["set_aside"])
-    foreseen = (
-        plan.result["in_use"] | plan.set_aside()
-        if plan.fits
-        else {"weights": plan.result.get("weights")}
-    )
-    lines = ["", f"{'':<24}{'reported':>13}{'foreseen':>13}"]
-    for name, size in said.items():
-        cells = [
-            gib(size) if size is not None else "-"
-            for size in (size, foreseen.get(name))
-        ]
-        lines.append(f"{name.replace('_', ' '):<24}{cells[0]:>13}{cells[1]:>13}")
-    if report["failed_phase"]:
-        lines.append(f"It was reported as failed: {report['failed_phase']}.")
-    return "\n".join(lines)
 
 
 def changes(plan: Plan) -> Iterator[list[str]]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench import plan
-from scripts.series import Problem, command, scratch, write_whole
+from bench.foresee import Asked, Release, foresee, profile_of, why
+from scripts.commands import Problem, command, scratch, write_whole
 
 DATA = "results/real-cards"
 GIB = 1 << 30
@@ -139,13 +139,13 @@ class Row:
 def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
     version = nearest(root, run["vllm_version"])
     with scratch(root / "build", "bench-plan") as folder:
-        release = plan.Release.find(root, version, ours=False)
+        release = Release.find(root, version, ours=False)
         try:
             start = asked(run, root, release, folder)
             file = kept / f"{digest(start)}.json"
             if file.exists() and not again:
                 return Row(run, version, json.loads(file.read_text()))
-            done = plan.foresee(start, folder, run["id"])
+            done = foresee(start, folder, run["id"])
         except Problem as problem:
             said = str(problem).replace(f"{folder}/", "").splitlines()[0]
             return Row(run, version, {}, said[:300])
@@ -153,11 +153,11 @@ def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
     return Row(run, version, done.result)
 
 
-def digest(start: plan.Asked) -> str:
+def digest(start: Asked) -> str:
     """The same for what starts alike."""
     parts = [
         start.release.version,
-        plan.profile_of(start.gpu),
+        profile_of(start.gpu),
         str(sorted(start.device.items())),
         str(sorted(start.environment.items())),
         str(start.flags),
@@ -192,9 +192,7 @@ def numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def asked(
-    run: dict[str, Any], root: Path, release: plan.Release, folder: Path
-) -> plan.Asked:
+def asked(run: dict[str, Any], root: Path, release: Release, folder: Path) -> Asked:
     gpu = next((gpu for word, gpu in CARDS.items() if word in run["gpu"]), None)
     if gpu is None:
         raise Problem(f"{run['gpu']}: no profile is known.")
@@ -231,7 +229,7 @@ def asked(
     if processor.is_dir():
         shutil.copytree(processor, model, dirs_exist_ok=True)
     warm = run["id"].endswith("-warm")
-    return plan.Asked(release, str(model), gpu, tuple(flags), warm, device, environment)
+    return Asked(release, str(model), gpu, tuple(flags), warm, device, environment)
 
 
 def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
@@ -293,7 +291,7 @@ def of_run(row: Row) -> str:
     name = row.run["id"] + ("" if row.run["config_exact"] else " (config not exact)")
     if row.result["outcome"] != "started":
         blank = " | " * (len(QUANTITIES) - 1)
-        return f"| {name} | {release} | {plan.why(row.result)}{blank} |"
+        return f"| {name} | {release} | {why(row.result)}{blank} |"
     return f"| {name} | {release} | {' | '.join(cell(row, q) for q in QUANTITIES)} |"
 
 

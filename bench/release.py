@@ -25,7 +25,8 @@ from typing import Any
 from bench import start as bench_start
 from bench.start import MEMORY, MIB, RUNNERS, outcome, requested
 from bench.virtual import HOOKS, SITES, each_result
-from scripts.series import Base, Problem, command, write_whole
+from scripts.commands import Problem, command, write_whole
+from scripts.release import Base
 
 DEVICE = bench_start.DEVICE
 MODELS = bench_start.MODELS | {

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.virtual import SITES, results
-from scripts.series import Base, Problem, command, write_whole
+from scripts.commands import Problem, command, write_whole
+from scripts.release import Base
 
 MIB = 1 << 20
 MEMORY = 2560 * MIB

@@ -26,7 +26,8 @@ from bench.start import (
     starts,
 )
 from bench.virtual import SITES
-from scripts.series import Base, command
+from scripts.commands import command
+from scripts.release import Base
 
 WHERE = ("requested", "device")
 

@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from scripts import caches
-from scripts.series import REPOSITORY, Base, Problem
+from scripts.commands import REPOSITORY, Problem
+from scripts.release import Base
 
 SITES = ("official", "envelope")
 # What kernels would have computed, where vLLM reads it back.

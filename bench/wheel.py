@@ -8,7 +8,8 @@ import resource
 import subprocess
 import time
 
-from scripts.series import Base, command, fetch, scratch
+from scripts.commands import command, scratch
+from scripts.release import Base, fetch
 
 LIMITS = {"from a clean tree": 30.0, "unchanged": 2.0}
 

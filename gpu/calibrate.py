@@ -23,7 +23,7 @@ from typing import Any
 from gpu.card import Card, CardError
 from gpu.kit import Kit
 from gpu.suite import command_line, file_name, prepare, survey, write
-from scripts.series import REPOSITORY, Problem, command
+from scripts.commands import REPOSITORY, Problem, command
 
 LIMIT = 400.0
 # What the profile can hold of what was measured, and what it is.

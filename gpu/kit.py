@@ -23,7 +23,8 @@ from xml.etree import ElementTree
 
 from bench.virtual import environment_of
 from scripts import caches
-from scripts.series import REPOSITORY, Base, Problem
+from scripts.commands import REPOSITORY, Problem
+from scripts.release import Base
 
 VLLMS = ("unpatched", "patched")
 # No network, no probing for one, and nothing that the bundle leaves out.

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpu.calibrate import GOAL, KV_CACHE_GOAL, compare
 from gpu.kit import VLLMS
-from scripts.series import Problem, command, write_whole
+from scripts.commands import Problem, command, write_whole
 
 PAGE = "docs/gpu.md"
 HEAD = """\

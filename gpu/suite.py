@@ -31,7 +31,8 @@ from typing import Any
 
 from gpu.card import MIB, Card, CardError
 from gpu.kit import VLLMS, Conversation, Kit
-from scripts.series import REPOSITORY, Base, Problem, command, write_whole
+from scripts.commands import REPOSITORY, Problem, command, write_whole
+from scripts.release import Base
 
 GIB = 2**30
 LIMIT = 4 * GIB

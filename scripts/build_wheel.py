@@ -24,18 +24,9 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
-from scripts.series import (
-    BASE_REF,
-    Base,
-    Extension,
-    Problem,
-    command,
-    fetch,
-    git,
-    locked,
-    scratch,
-    sha256,
-)
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, Extension, fetch, sha256
+from scripts.series import BASE_REF, git
 
 GLIBC = "2.28"  # manylinux_2_28
 LIMITED_API_FLAGS = ("-fno-exceptions", "-fno-rtti", "-fno-sanitize=all")

@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.check import tests_of_series
-from scripts.series import Base, Problem, command, fetch, git, locked, scratch
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, fetch
+from scripts.series import git
 from scripts.thin import thin
 
 # What vLLM and its tests import, and an image for PyTorch does not bring.

@@ -23,7 +23,9 @@ from xml.etree import ElementTree
 
 from scripts import caches
 from scripts.build_wheel import changed_members
-from scripts.series import BASE_REF, Base, Problem, apply, command, git, locked, scratch
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base
+from scripts.series import BASE_REF, apply, git
 
 DEVICE = ("--memory", "16GiB")
 TEST_LIMIT = 900

@@ -5,19 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from scripts.series import (
-    APPLIED_REF,
-    BASE_REF,
-    NAMES_REF,
-    Base,
-    Problem,
-    command,
-    export,
-    git,
-    locked,
-    run_git,
-    scratch,
-)
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base
+from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, export, git, run_git
 
 
 def main(args: argparse.Namespace) -> None:

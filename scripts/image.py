@@ -7,7 +7,8 @@ import shlex
 import shutil
 import subprocess
 
-from scripts.series import REPOSITORY, Base, Problem, command
+from scripts.commands import REPOSITORY, Problem, command
+from scripts.release import Base
 
 BUILDERS = ("docker", "podman", "buildah")
 

@@ -9,7 +9,8 @@ import os
 import zipfile
 from pathlib import Path
 
-from scripts.series import Base, Problem, command, fetch, locked, scratch
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, fetch
 
 DATE = (2000, 1, 1, 0, 0, 0)
 

@@ -20,15 +20,13 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from scripts.check import lint, touched_lines
+from scripts.commands import Problem, command, locked
+from scripts.release import Base
 from scripts.series import (
     IDENTITY,
-    Base,
     Outcome,
-    Problem,
-    command,
     conflict_report,
     git,
-    locked,
     run_git,
     transplant,
     unresolved,

@@ -15,20 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.check import own_tests, touched_lines
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, published
 from scripts.series import (
     BASE_REF,
     NAMES_REF,
-    Base,
     Outcome,
-    Problem,
-    command,
     conflict_report,
     export,
     git,
-    locked,
-    published,
     run_git,
-    scratch,
     transplant,
     unresolved,
 )

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from scripts.series import Base, Problem, command
+from scripts.commands import Problem, command
+from scripts.release import Base
 
 
 @dataclass(frozen=True)

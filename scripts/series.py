@@ -1,37 +1,22 @@
-"""What every command shares: the supported releases, their patches, and git.
+"""The patches as commits: applied to a source tree, and exported from it.
 
-A release is a folder ``patches/v<version>`` with ``base.toml`` (what upstream
-published, pinned by sha256), ``series`` (patch file names in order) and the
-patches. ``vllm/`` (or the ``tree`` of ``base.toml``, so that two releases can lie
-side by side) is that release's source distribution plus one commit a patch; the
-refs below ``refs/envelope/`` in its repository say what it was made
-from, so that work which exists nowhere else is never overwritten.
+``vllm/`` (or the ``tree`` of ``base.toml``, so that two releases can lie side by
+side) is a release's source distribution plus one commit a patch; the refs below
+``refs/envelope/`` in its repository say what it was made from, so that work which
+exists nowhere else is never overwritten.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import errno
-import fcntl
-import hashlib
 import os
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
-import tomllib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from pypi_simple import PyPISimple
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from scripts.commands import Problem
+from scripts.release import Base
 
 BASE_REF = "refs/envelope/base"
 APPLIED_REF = "refs/envelope/applied"
@@ -49,190 +34,6 @@ FORMAT_PATCH = (
     "--no-notes",
     "--stdout",
 )
-
-
-class Problem(Exception):
-    """Something the user can mend: what was wanted, what was found, what to do."""
-
-
-def command(main: Callable[[argparse.Namespace], None]) -> None:
-    """Run a script's ``main`` with the common options and readable errors."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--root", type=Path, default=REPOSITORY)
-    parser.add_argument("--base", default="0.33.0", help="vLLM release")
-    getattr(sys.modules["__main__"], "options", lambda _: None)(parser)
-    try:
-        main(parser.parse_args())
-    except Problem as problem:
-        sys.exit(f"error: {problem}")
-    except OSError as error:
-        if error.errno not in OUT_OF_SPACE:
-            raise
-        where = error.filename or "the output folder"
-        sys.exit(
-            f"error: no space left while writing {where} ({error.strerror}). "
-            "Nothing was replaced; free some space and run the command again."
-        )
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted. Nothing was replaced; run the command again.")
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A published file and its sha256."""
-
-    file: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A native extension that can be rebuilt without CUDA or torch."""
-
-    member: str
-    sources: tuple[str, ...]
-    headers: tuple[str, ...]
-    libraries: tuple[str, ...]
-    limited_api: str
-
-
-@dataclass(frozen=True)
-class Base:
-    """One supported release: ``patches/v<version>``."""
-
-    root: Path
-    version: str
-    torch: str
-    sdist: Artifact
-    wheels: dict[str, Artifact]
-    extensions: tuple[Extension, ...]
-    tree: Path
-
-    @classmethod
-    def load(cls, root: Path, version: str) -> Base:
-        """Read ``base.toml``.
-
-        Raises:
-            Problem: the release is not supported, or its files are incomplete.
-        """
-        known = sorted(p.parent.name for p in root.glob("patches/v*/base.toml"))
-        if f"v{version}" not in known:
-            raise Problem(
-                f"vLLM {version} is not a supported base. Supported: "
-                f"{', '.join(name[1:] for name in known) or 'none'} (BASE=...)."
-            )
-        path = root / f"patches/v{version}/base.toml"
-        try:
-            data = tomllib.loads(path.read_text())
-            return cls(
-                root=root,
-                version=data["version"],
-                torch=data["torch"],
-                sdist=Artifact(**data["sdist"]),
-                wheels={a: Artifact(**w) for a, w in data["wheel"].items()},
-                extensions=tuple(
-                    Extension(
-                        member,
-                        tuple(e["sources"]),
-                        tuple(e["headers"]),
-                        tuple(e["libraries"]),
-                        e["limited_api"],
-                    )
-                    for member, e in data.get("extension", {}).items()
-                ),
-                tree=root / data.get("tree", "vllm"),
-            )
-        except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise Problem(f"{path} is not a valid base: {error!r}") from error
-
-    @property
-    def folder(self) -> Path:
-        return self.root / f"patches/v{self.version}"
-
-    def wheel(self, arch: str) -> Artifact:
-        if arch not in self.wheels:
-            raise Problem(
-                f"vLLM {self.version} has no wheel for {arch!r}. "
-                f"Supported: {', '.join(sorted(self.wheels))} (ARCH=...)."
-            )
-        return self.wheels[arch]
-
-    def patches(self) -> list[Path]:
-        """The patch files in order.
-
-        Raises:
-            Problem: ``series`` names a file that is missing, or names one twice,
-                or a patch file is not in ``series``.
-        """
-        names = (self.folder / "series").read_text().split()
-        present = {path.name for path in self.folder.glob("*.patch")}
-        wrong = sorted(
-            {n for n in names if names.count(n) > 1} | (set(names) ^ present)
-        )
-        if wrong:
-            raise Problem(
-                f"{self.folder / 'series'} and the patch files beside it differ: "
-                f"{', '.join(wrong)}. Each patch file must be named once."
-            )
-        return [self.folder / name for name in names]
-
-    def digest(self) -> str:
-        """sha256 over the pinned source and the patches in order."""
-        total = hashlib.sha256(self.sdist.sha256.encode())
-        for patch in self.patches():
-            total.update(patch.name.encode() + b"\0" + patch.read_bytes() + b"\0")
-        return total.hexdigest()
-
-    @property
-    def local_version(self) -> str:
-        """The version of our build: one more for each patch in the series."""
-        return f"{self.version}+envelope.{len(self.patches())}"
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """One command at a time in a checkout.
-
-    Raises:
-        Problem: another command holds the lock.
-    """
-    (root / "build").mkdir(exist_ok=True)
-    with (root / "build/lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Problem(
-                f"another command is at work in {root}; wait for it to end."
-            ) from None
-        yield
-
-
-@contextlib.contextmanager
-def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A folder beside its destination, gone afterwards whatever happens.
-
-    Leftovers of runs that were killed are removed first.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    for leftover in parent.glob(f".{name}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it: whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.rename(path)
 
 
 def run_git(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -280,87 +81,6 @@ def git(tree: Path, *arguments: str) -> str:
             f"{(done.stderr or done.stdout).strip()}"
         )
     return done.stdout
-
-
-def cache_folder() -> Path:
-    return Path(
-        os.environ.get("ENVELOPE_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "vllm-envelope"
-    )
-
-
-def fetch(artifact: Artifact, version: str) -> Path:
-    """A published file, from the cache or the package index, hash-checked.
-
-    The index is ``PIP_INDEX_URL`` where that is set; the cache is
-    ``ENVELOPE_CACHE``, by default ``~/.cache/vllm-envelope``.
-
-    Raises:
-        Problem: no network, no such file, or a hash that does not match.
-    """
-    target = cache_folder() / artifact.sha256[:16] / artifact.file
-    if target.is_file():
-        if sha256(target) == artifact.sha256:
-            return target
-        target.unlink()
-
-    print(f"fetching {artifact.file}", file=sys.stderr)
-    with scratch(target.parent, artifact.file) as folder:
-        part = folder / artifact.file
-        advice = f", or put the file into {target.parent}"
-        with package_index(f"fetch {artifact.file}", advice) as client:
-            page = client.get_project_page("vllm", timeout=30)
-            found = [p for p in page.packages if p.filename == artifact.file]
-            if not found:
-                raise Problem(
-                    f"the package index has no {artifact.file} (vLLM {version}). "
-                    "Check PIP_INDEX_URL."
-                )
-            client.download_package(found[0], part, verify=False, timeout=60)
-        actual = sha256(part)
-        if actual != artifact.sha256:
-            raise Problem(
-                f"{artifact.file} is not the file this series was made for: sha256 "
-                f"{artifact.sha256} wanted, {actual} found. Do not use it; if "
-                "upstream published a new file, base.toml must be reviewed."
-            )
-        part.rename(target)
-    return target
-
-
-def published(version: str) -> list[Artifact]:
-    """What the package index lists of a release, with its hashes.
-
-    Raises:
-        Problem: no network, or no such release.
-    """
-    with package_index(f"look up vLLM {version}") as client:
-        page = client.get_project_page("vllm", timeout=30)
-        found = [
-            Artifact(package.filename, package.digests["sha256"])
-            for package in page.packages
-            if package.version == version and "sha256" in package.digests
-        ]
-    if not found:
-        raise Problem(f"the package index has no vLLM {version}, or not its hashes.")
-    return found
-
-
-@contextlib.contextmanager
-def package_index(what: str, advice: str = "") -> Iterator[PyPISimple]:
-    from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple
-    from requests.exceptions import RequestException
-
-    index = os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
-    try:
-        with PyPISimple(endpoint=index) as client:
-            yield client
-    except (RequestException, NoSuchProjectError) as error:
-        raise Problem(
-            f"could not {what}: {error}. The network or the package index is out of "
-            f"reach; try again{advice}."
-        ) from error
 
 
 def apply(base: Base, tree: Path, patches: list[Path]) -> None:

@@ -7,21 +7,17 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, fetch
 from scripts.series import (
     APPLIED_REF,
     BASE_REF,
     IDENTITY,
     NAMES_REF,
-    Base,
-    Problem,
     apply,
-    command,
     export,
-    fetch,
     git,
-    locked,
     run_git,
-    scratch,
 )
 
 

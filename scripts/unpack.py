@@ -10,7 +10,8 @@ import argparse
 import os
 import zipfile
 
-from scripts.series import Base, Problem, command, locked, scratch, sha256
+from scripts.commands import Problem, command, locked, scratch
+from scripts.release import Base, sha256
 
 
 def main(args: argparse.Namespace) -> None:

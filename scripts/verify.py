@@ -15,7 +15,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from scripts.series import BASE_REF, Base, Problem, command, fetch, git
+from scripts.commands import Problem, command
+from scripts.release import Base, fetch
+from scripts.series import BASE_REF, git
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import pytest
 from gpu import suite
 from gpu.card import CardError
 from gpu.kit import Kit
-from scripts.series import REPOSITORY
+from scripts.commands import REPOSITORY
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import plan, published_runs
-from scripts.series import REPOSITORY
+from scripts.commands import REPOSITORY
 
 GIB = 1 << 30
 RUN: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 
 from bench.release import DEVICE, Row, Start, grid, read, summary, verdict
 from bench.start import MEMORY, MIB
-from scripts.series import Problem
+from scripts.commands import Problem
 
 HALF = MEMORY // 2
 

@@ -16,7 +16,7 @@ import pytest
 
 from gpu.kit import Kit
 from scripts import bundle
-from scripts.series import Problem
+from scripts.commands import Problem
 from scripts.thin import CUBIN, PTX, thin
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpu import calibrate, card, results_page, suite
-from scripts.series import Problem
+from scripts.commands import Problem
 from tests.tools.conftest import module
 from vgpu import config
 

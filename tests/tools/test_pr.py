@@ -322,7 +322,7 @@ def test_every_patch_of_ours_has_its_proposal() -> None:
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the source distributions of vLLM 0.32.0 and 0.33.0."""
     folder = tmp_path_factory.mktemp("upstream")
-    from scripts.series import Artifact, Base, fetch
+    from scripts.release import Artifact, Base, fetch
     from tests.tools.test_rebase import PINNED
 
     older = Artifact("vllm-0.32.0.tar.gz", PINNED)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.series import cache_folder
+from scripts.release import cache_folder
 from tests.tools.conftest import OLDER, ROOT, SOURCES, Project, module
 
 PLAN = SOURCES["vllm/plan.py"]

@@ -1,0 +1,221 @@
+"""The supported releases, and what upstream published of them.
+
+A release is a folder ``patches/v<version>`` with ``base.toml`` (what upstream
+published, pinned by sha256), ``series`` (patch file names in order) and the
+patches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.commands import Problem, scratch
+
+if TYPE_CHECKING:
+    from pypi_simple import PyPISimple
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published file and its sha256."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A native extension that can be rebuilt without CUDA or torch."""
+
+    member: str
+    sources: tuple[str, ...]
+    headers: tuple[str, ...]
+    libraries: tuple[str, ...]
+    limited_api: str
+
+
+@dataclass(frozen=True)
+class Base:
+    """One supported release: ``patches/v<version>``."""
+
+    root: Path
+    version: str
+    torch: str
+    sdist: Artifact
+    wheels: dict[str, Artifact]
+    extensions: tuple[Extension, ...]
+    tree: Path
+
+    @classmethod
+    def load(cls, root: Path, version: str) -> Base:
+        """Read ``base.toml``.
+
+        Raises:
+            Problem: the release is not supported, or its files are incomplete.
+        """
+        known = sorted(p.parent.name for p in root.glob("patches/v*/base.toml"))
+        if f"v{version}" not in known:
+            raise Problem(
+                f"vLLM {version} is not a supported base. Supported: "
+                f"{', '.join(name[1:] for name in known) or 'none'} (BASE=...)."
+            )
+        path = root / f"patches/v{version}/base.toml"
+        try:
+            data = tomllib.loads(path.read_text())
+            return cls(
+                root=root,
+                version=data["version"],
+                torch=data["torch"],
+                sdist=Artifact(**data["sdist"]),
+                wheels={a: Artifact(**w) for a, w in data["wheel"].items()},
+                extensions=tuple(
+                    Extension(
+                        member,
+                        tuple(e["sources"]),
+                        tuple(e["headers"]),
+                        tuple(e["libraries"]),
+                        e["limited_api"],
+                    )
+                    for member, e in data.get("extension", {}).items()
+                ),
+                tree=root / data.get("tree", "vllm"),
+            )
+        except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+            raise Problem(f"{path} is not a valid base: {error!r}") from error
+
+    @property
+    def folder(self) -> Path:
+        return self.root / f"patches/v{self.version}"
+
+    def wheel(self, arch: str) -> Artifact:
+        if arch not in self.wheels:
+            raise Problem(
+                f"vLLM {self.version} has no wheel for {arch!r}. "
+                f"Supported: {', '.join(sorted(self.wheels))} (ARCH=...)."
+            )
+        return self.wheels[arch]
+
+    def patches(self) -> list[Path]:
+        """The patch files in order.
+
+        Raises:
+            Problem: ``series`` names a file that is missing, or names one twice,
+                or a patch file is not in ``series``.
+        """
+        names = (self.folder / "series").read_text().split()
+        present = {path.name for path in self.folder.glob("*.patch")}
+        wrong = sorted(
+            {n for n in names if names.count(n) > 1} | (set(names) ^ present)
+        )
+        if wrong:
+            raise Problem(
+                f"{self.folder / 'series'} and the patch files beside it differ: "
+                f"{', '.join(wrong)}. Each patch file must be named once."
+            )
+        return [self.folder / name for name in names]
+
+    def digest(self) -> str:
+        """sha256 over the pinned source and the patches in order."""
+        total = hashlib.sha256(self.sdist.sha256.encode())
+        for patch in self.patches():
+            total.update(patch.name.encode() + b"\0" + patch.read_bytes() + b"\0")
+        return total.hexdigest()
+
+    @property
+    def local_version(self) -> str:
+        """The version of our build: one more for each patch in the series."""
+        return f"{self.version}+envelope.{len(self.patches())}"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_folder() -> Path:
+    return Path(
+        os.environ.get("ENVELOPE_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "vllm-envelope"
+    )
+
+
+def fetch(artifact: Artifact, version: str) -> Path:
+    """A published file, from the cache or the package index, hash-checked.
+
+    The index is ``PIP_INDEX_URL`` where that is set; the cache is
+    ``ENVELOPE_CACHE``, by default ``~/.cache/vllm-envelope``.
+
+    Raises:
+        Problem: no network, no such file, or a hash that does not match.
+    """
+    target = cache_folder() / artifact.sha256[:16] / artifact.file
+    if target.is_file():
+        if sha256(target) == artifact.sha256:
+            return target
+        target.unlink()
+
+    print(f"fetching {artifact.file}", file=sys.stderr)
+    with scratch(target.parent, artifact.file) as folder:
+        part = folder / artifact.file
+        advice = f", or put the file into {target.parent}"
+        with package_index(f"fetch {artifact.file}", advice) as client:
+            page = client.get_project_page("vllm", timeout=30)
+            found = [p for p in page.packages if p.filename == artifact.file]
+            if not found:
+                raise Problem(
+                    f"the package index has no {artifact.file} (vLLM {version}). "
+                    "Check PIP_INDEX_URL."
+                )
+            client.download_package(found[0], part, verify=False, timeout=60)
+        actual = sha256(part)
+        if actual != artifact.sha256:
+            raise Problem(
+                f"{artifact.file} is not the file this series was made for: sha256 "
+                f"{artifact.sha256} wanted, {actual} found. Do not use it; if "
+                "upstream published a new file, base.toml must be reviewed."
+            )
+        part.rename(target)
+    return target
+
+
+def published(version: str) -> list[Artifact]:
+    """What the package index lists of a release, with its hashes.
+
+    Raises:
+        Problem: no network, or no such release.
+    """
+    with package_index(f"look up vLLM {version}") as client:
+        page = client.get_project_page("vllm", timeout=30)
+        found = [
+            Artifact(package.filename, package.digests["sha256"])
+            for package in page.packages
+            if package.version == version and "sha256" in package.digests
+        ]
+    if not found:
+        raise Problem(f"the package index has no vLLM {version}, or not its hashes.")
+    return found
+
+
+@contextlib.contextmanager
+def package_index(what: str, advice: str = "") -> Iterator[PyPISimple]:
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, PyPISimple
+    from requests.exceptions import RequestException
+
+    index = os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    try:
+        with PyPISimple(endpoint=index) as client:
+            yield client
+    except (RequestException, NoSuchProjectError) as error:
+        raise Problem(
+            f"could not {what}: {error}. The network or the package index is out of "
+            f"reach; try again{advice}."
+        ) from error
