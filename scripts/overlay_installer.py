@@ -7,6 +7,8 @@ Run it with the Python that vLLM runs with (3.10 or newer; nothing else is neede
 Everything is staged beside the package first. Then files only change their names,
 by a list that is written down before the first one: a later run undoes the list of
 one that was killed. The official files are kept in the dist-info folder.
+
+One file, however long: it is the whole program of the archive.
 """
 
 from __future__ import annotations

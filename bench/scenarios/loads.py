@@ -84,3 +84,14 @@ def environment(case: str) -> dict[str, str]:
     """The variables that a case is started with."""
     expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     return expandable if "expandable" in case else {}
+
+
+def with_image(prompt: list[int], size: tuple[int, int]) -> dict[str, Any]:
+    """A prompt that ends with an image of width and height."""
+    from PIL import Image
+
+    return {
+        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
+        "prompt_token_ids": [*prompt, 3, 5, 4],
+        "multi_modal_data": {"image": Image.new("RGB", size)},
+    }

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import start
-from bench.scenarios.loads import LOADS, Load
+from bench.scenarios.loads import LOADS, Load, with_image
+from bench.scenarios.on_the_host import count_unique_on_host
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -59,7 +60,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "max_model_len": 8192,
         "max_num_seqs": 128,
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.5,
         "enforce_eager": not case["graphs"],
     }
     if case["graphs"]:
@@ -67,7 +67,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
         arguments["compilation_config"] = sizes | mode
     if case["lora"]:
-        start.count_on_the_host()
+        count_unique_on_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     if case["draft"]:
         arguments["speculative_config"] = {
@@ -213,12 +213,8 @@ def request(
         lora = LoRARequest(str(pick), pick, loras[pick - 1])
     asked: dict[str, Any] = {"prompt_token_ids": prompt}
     if kind.images and rng.random() < 0.5:
-        from PIL import Image
-
         size = rng.randrange(56, 1260), rng.randrange(56, 1260)
-        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
-        asked["prompt_token_ids"] = [*prompt, 3, 5, 4]
-        asked["multi_modal_data"] = {"image": Image.new("RGB", size)}
+        asked = with_image(prompt, size)
     engine.add_request(name, asked, sampling, lora_request=lora)
 
 

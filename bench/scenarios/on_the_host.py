@@ -35,3 +35,15 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def count_unique_on_host() -> None:
+    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    import torch
+
+    unique = torch.unique
+
+    def counted(tensor: Any, **options: Any) -> Any:
+        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+
+    torch.unique = counted

@@ -155,18 +155,13 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         fails = case["fails"] | {"when": str(folder / "failed")}
         os.environ["RANKS_FAILS"] = json.dumps(fails)
     arguments: dict[str, Any] = {
-        "max_model_len": 2048,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 2048,
-        "gpu_memory_utilization": 0.5,
         "enforce_eager": not case["graphs"],
         "distributed_executor_backend": case["executor"],
         "worker_extension_cls": "bench.scenarios.rank.Rank",
         "enable_sleep_mode": case["sleep"] > 0,
     }
     if case["graphs"]:
-        mode = {} if case["compile"] else {"mode": 0}
-        arguments["compilation_config"] = start.GRAPHS | mode
+        arguments["compilation_config"] = start.graphs(case["compile"])
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as written:
         arguments = start.ENGINE | arguments | case["llm"]

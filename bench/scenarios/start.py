@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios.on_the_host import index_chunks_on_host, inspect_models_here
+from bench.scenarios import observe
+from bench.scenarios.loads import with_image
+from bench.scenarios.on_the_host import (
+    count_unique_on_host,
+    index_chunks_on_host,
+    inspect_models_here,
+)
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -46,8 +49,11 @@ DEFAULTS: dict[str, Any] = {
     "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
 }
-GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
 ENGINE: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.5,
     "attention_backend": "TRITON_ATTN",
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -56,13 +62,6 @@ ENGINE: dict[str, Any] = {
     "disable_log_stats": True,
 }
 HELD: list[Any] = []  # tensors and a process that live as long as this one
-PHASES = (
-    "init_device",
-    "load_model",
-    "determine_available_memory",
-    "initialize_from_config",
-    "compile_or_warm_up_model",
-)
 
 
 def main() -> None:
@@ -72,7 +71,7 @@ def main() -> None:
 
     device.watch_peak()
     result: dict[str, Any] = {"outcome": "started"}
-    benchmarked = time_benchmarks()
+    benchmarked = observe.time_benchmarks()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         if asked.get("report"):
@@ -166,6 +165,14 @@ def configure(v2: bool) -> None:
     }
 
 
+def graphs(compiled: bool) -> dict[str, Any]:
+    """The compilation config of an engine with CUDA graphs."""
+    return {
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "cudagraph_mode": "FULL",
+    } | ({} if compiled else {"mode": 0})
+
+
 def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     """An engine, with what its start took in `result`."""
     assert asked.keys() <= DEFAULTS.keys(), asked
@@ -180,16 +187,11 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     seconds = {"import": time.perf_counter() - began}
     result["seconds"] = seconds
     arguments: dict[str, Any] = {
-        "max_model_len": 2048,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 2048,
-        "gpu_memory_utilization": 0.5,
         "enforce_eager": not case["graphs"],
         "enable_sleep_mode": case["sleep"] > 0,
     }
     if case["graphs"]:
-        mode = {} if case["compile"] else {"mode": 0}
-        arguments["compilation_config"] = GRAPHS | mode
+        arguments["compilation_config"] = graphs(case["compile"])
     if "vision_config" in models.MODELS[case["model"]]:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
@@ -200,24 +202,24 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if case["free"]:
         device.leave(case["free"])
     if case["moved"]:
-        move_as(case["moved_at"], case["moved"])
+        observe.move_as(case["moved_at"], case["moved"])
     if case["report"]:
-        record_reported(result)
-    record_graphs(result, case["profiles"])
+        observe.record_reported(result)
+    observe.record_graphs(result, case["profiles"])
     if device.VIRTUAL:
         inspect_models_here()
     if "linear_num_value_heads" in models.MODELS[case["model"]]:
         index_chunks_on_host()
     if case["llm"].get("enable_lora"):
-        count_on_the_host()
+        count_unique_on_host()
     if case["workspace"]:
         hold_as_built(case["workspace"])
     if case["flashinfer_tactic"]:
         from bench.scenarios import tactic
 
         tactic.add(result, **case["flashinfer_tactic"])
-    record_suggestions(result)
-    time_phases(seconds)
+    observe.record_suggestions(result)
+    observe.time_phases(seconds)
     hold(case["tensors"])
     result["before"] = device.process_used()
     device.reset_peak()
@@ -289,110 +291,6 @@ def hold_as_built(size: int) -> None:
     TritonAttentionMetadataBuilder.build = building
 
 
-def record_graphs(result: dict[str, Any], profiles: int) -> None:
-    """What CUDA graphs were thought to take, and what they keep, in bytes."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
-    from vllm.v1.worker.gpu_worker import Worker
-
-    profile = Worker.determine_available_memory
-
-    def profiling(worker: Worker) -> int:
-        result["requested"] = worker.requested_memory
-        result["estimates"] = []
-        for _ in range(profiles):
-            result["kv"] = int(profile(worker))
-            estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
-            result["estimates"].append(estimate)
-        result["estimate"] = estimate
-        return int(result["kv"])
-
-    Worker.determine_available_memory = profiling
-    for runner in V1, V2:
-        record_capture(runner, result)
-
-
-def record_capture(runner: Any, result: dict[str, Any]) -> None:
-    import torch
-
-    from bench.scenarios import device
-
-    capture = runner.capture_model
-
-    def capturing(self: Any, **options: bool) -> int:
-        torch.cuda.empty_cache()
-        before = device.used()
-        taken = capture(self, **options)
-        torch.cuda.empty_cache()
-        if not options.get("profile_only"):
-            result["graphs"] = device.used() - before
-        return int(taken)
-
-    runner.capture_model = capturing
-
-
-def record_suggestions(result: dict[str, Any]) -> None:
-    """The sizes of --kv-cache-memory that the log names: of what was requested, of all
-    that the device has; those that fit."""
-    pattern = re.compile(r"--kv-cache-memory=(-?\d+)")
-
-    def read(record: logging.LogRecord) -> bool:
-        if sizes := pattern.findall(record.getMessage()):
-            result["suggested"] = [int(size) for size in sizes]
-        return True
-
-    logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
-
-
-def count_on_the_host() -> None:
-    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
-    import torch
-
-    unique = torch.unique
-
-    def counted(tensor: Any, **options: Any) -> Any:
-        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
-
-    torch.unique = counted
-
-
-def time_phases(seconds: dict[str, float]) -> None:
-    """Note how long each phase of the worker's start takes."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    def timed(name: str) -> None:
-        method = getattr(Worker, name)
-
-        def phase(*arguments: Any, **keywords: Any) -> Any:
-            began = time.perf_counter()
-            outcome = method(*arguments, **keywords)
-            seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
-            return outcome
-
-        setattr(Worker, name, phase)
-
-    for name in PHASES:
-        timed(name)
-
-
-def time_benchmarks() -> list[float]:
-    """Processor time of Triton's autotuning, as it goes on: it repeats each kernel for
-    a set time, so how much it takes says nothing."""
-    from triton.runtime.autotuner import Autotuner
-
-    seconds = [0.0]
-    benchmark = Autotuner._bench
-
-    def timed(*arguments: Any, **keywords: Any) -> Any:
-        began = time.process_time()
-        outcome = benchmark(*arguments, **keywords)
-        seconds[0] += time.process_time() - began
-        return outcome
-
-    Autotuner._bench = timed
-    return seconds
-
-
 def memory(worker: Any) -> dict[str, int]:
     """What vLLM measured, in bytes; with an explicit KV cache only the model."""
     model = {"model": int(worker.model_runner.model_memory_usage)}
@@ -406,50 +304,6 @@ def memory(worker: Any) -> dict[str, int]:
         "graphs_estimated": estimate,
         "kv_cache": int(worker.available_kv_cache_memory_bytes),
     }
-
-
-def move_as(phase: str, size: Any) -> None:
-    from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from bench.scenarios import device
-
-    beginnings: dict[str, list[tuple[Any, str]]] = {
-        "connect": [(gpu_worker, "init_worker_distributed_environment")],
-        "groups": [(gpu_worker, "ensure_model_parallel_initialized")],
-        "load": [(Worker, "load_model")],
-        "profile": [(Worker, "determine_available_memory")],
-        "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
-        "kv_cache": [(Worker, "initialize_from_config")],
-        "capture": [(Worker, "_get_cudagraph_capture_context")],
-        "extend": [(Worker, "extend_kv_cache")],
-    }
-    for owner, name in beginnings[phase]:
-        before(owner, name, lambda: device.other_process(size))
-
-
-def before(owner: Any, name: str, action: Callable[[], None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        action()
-        return original(*args, **options)
-
-    setattr(owner, name, wrapped)
-
-
-def record_reported(result: dict[str, Any]) -> None:
-    """What the device lent the process when its worker reported where it went."""
-    from vllm.v1.worker.memory_report import StartupMemoryReport
-
-    from vgpu import control
-
-    def record() -> None:
-        result["used_at_report"] = control.process_used()
-
-    before(StartupMemoryReport, "table", record)
 
 
 def generate(llm: Any, tokens: int) -> list[int]:
@@ -480,15 +334,10 @@ def serve(llm: Any, limit: int) -> str:
     sequences = config.scheduler_config.max_num_seqs
     outputs = 3
     most = min(tokens, config.model_config.max_model_len) - outputs
-    image = config.model_config.is_multimodal_model
     short = [{"prompt_token_ids": [7] * (tokens // sequences)}] * sequences
     long: dict[str, Any] = {"prompt_token_ids": [7] * most}
-    if image:
-        from PIL import Image
-
-        # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
-        long = {"prompt_token_ids": [7, 3, 5, 4]}
-        long["multi_modal_data"] = {"image": Image.new("RGB", (1260, 1260))}
+    if config.model_config.is_multimodal_model:
+        long = with_image([7], (1260, 1260))
     parameters = SamplingParams(
         temperature=0.8,
         top_p=0.9,

@@ -1,104 +1,28 @@
-"""A release in miniature, served by a package index on the loopback interface.
-
-The scripts run as they do for a user, as processes; only the release is small.
-"""
+"""Fixtures of the tools' tests: an index, a project, environments with its wheel."""
 
 from __future__ import annotations
 
-import base64
-import csv
 import functools
-import hashlib
 import http.server
-import io
-import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import threading
-import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-# For `python -m` of this project's modules.
-FROM_ANYWHERE = os.environ | {"PYTHONPATH": str(ROOT)}
-ARCHES = ("x86_64", "aarch64")
-
-EXTENSION = """\
-#include <cuda.h>
-#include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", "", -1, 0};
-extern "C" PyObject* PyInit_native(void) {
-  CUdevice count = 0;
-  cuDeviceGet(&count, 0);
-  return PyModule_Create(&module);
-}
-"""
-SOURCES = {
-    "PKG-INFO": "Name: vllm\n",
-    ".gitignore": "*.so\n/vllm/_version.py\n",
-    "csrc/native.cpp": EXTENSION,
-    "csrc/other.cu": "// a kernel\n",
-    "docs/page.md": "A page.\n",
-    "vllm/__init__.py": "",
-    "vllm/budget.py": "def requested(total):\n    return total\n",
-    "vllm/gone.py": "UNUSED = 1\n",
-    "vllm/plan.py": "".join(f"{name} = 1\n" for name in "abcdefghijklmnopqr"),
-}
-# The release before: an older plan, with one change that 1.2.3 does not have.
-OLDER = SOURCES | {
-    "PKG-INFO": "Name: vllm\nRequires-Dist: torch==1.9\n",
-    "vllm/plan.py": SOURCES["vllm/plan.py"]
-    .replace("c = 1", "c = 0")
-    .replace("i = 1", "i = 2")
-    .replace("p = 1", "p = 0"),
-}
-VERSION = """\
-__version__ = version = '1.2.3'
-__version_tuple__ = version_tuple = (1, 2, 3)
-
-__commit_id__ = commit_id = 'gabcdef123'
-"""
-INFO = "vllm-1.2.3.dist-info"
-METADATA = "Metadata-Version: 2.4\nName: vllm\nVersion: 1.2.3\nRequires-Dist: torch\n"
-
-
-def write_sdist(path: Path, sources: dict[str, str] = SOURCES) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, text in sources.items():
-            member = tarfile.TarInfo(f"{path.name.removesuffix('.tar.gz')}/{name}")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text.encode()))
-
-
-def write_wheel(path: Path, native: bytes = b"official native code") -> None:
-    files = {n: t.encode() for n, t in SOURCES.items() if n.startswith("vllm/")}
-    files |= {
-        "vllm/native.abi3.so": native,
-        "vllm/large.abi3.so": bytes(range(256)) * 4096,
-        "vllm/_version.py": VERSION.encode(),
-        f"{INFO}/METADATA": METADATA.encode(),
-        f"{INFO}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\n",
-    }
-    rows = io.StringIO()
-    writer = csv.writer(rows, lineterminator="\n")
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for name, content in files.items():
-            wheel.writestr(name, content)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
-            row = [name, f"sha256={digest.decode().rstrip('=')}", len(content)]
-            writer.writerow(row)
-        writer.writerow([f"{INFO}/RECORD", "", ""])
-        wheel.writestr(f"{INFO}/RECORD", rows.getvalue())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+from tests.tools.installed import ARCH, Installed, install_wheel, make_overlay
+from tests.tools.project import (
+    ARCHES,
+    EXTENSION,
+    OLDER,
+    Project,
+    new_project,
+    sha256,
+    write_sdist,
+    write_wheel,
+)
 
 
 @pytest.fixture(scope="session")
@@ -133,117 +57,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         server.shutdown()
 
 
-@dataclass
-class Project:
-    """A checkout of this project for the small release."""
-
-    root: Path
-    environment: dict[str, str]
-
-    def command(self, script: str, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", f"scripts.{script}", "--root", str(self.root),
-                "--base", "1.2.3", *arguments]  # fmt: skip
-
-    def run(
-        self, script: str, *arguments: str, **kwargs: object
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(  # type: ignore[call-overload, no-any-return]
-            self.command(script, *arguments),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            **kwargs,
-        )
-
-    def ok(self, script: str, *arguments: str) -> str:
-        done = self.run(script, *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def fails(self, script: str, *arguments: str, **kwargs: object) -> str:
-        """The error a command ends with: one that a user can read."""
-        done = self.run(script, *arguments, **kwargs)
-        assert done.returncode == 1, (done.stdout, done.stderr)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.stderr
-
-    def git(self, *arguments: str) -> str:
-        identity = ("-c", "user.name=A", "-c", "user.email=a@b")
-        return subprocess.run(
-            ["git", "-C", str(self.tree), *identity, *arguments],
-            check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-
-    def commit(self, subject: str, **files: str | None) -> None:
-        for name, content in files.items():
-            path = self.tree / name.replace("__", "/").replace("_py", ".py")
-            if content is None:
-                path.unlink()
-            else:
-                path.write_text(content)
-        self.git("add", "-A")
-        self.git("commit", "-q", "-m", subject)
-
-    @property
-    def tree(self) -> Path:
-        return self.root / "vllm"
-
-    @property
-    def patches(self) -> Path:
-        return self.root / "patches/v1.2.3"
-
-    def wheel(self, arch: str = "x86_64", patches: int = 0) -> Path:
-        version = f"1.2.3+envelope.{patches}"
-        name = f"vllm-{version}-cp38-abi3-manylinux_2_28_{arch}.whl"
-        return self.root / "dist" / name
-
-    def files(self) -> dict[str, bytes]:
-        """Every file outside git's own folders, by path."""
-        return {
-            str(path.relative_to(self.root)): path.read_bytes()
-            for path in sorted(self.root.rglob("*"))
-            if path.is_file() and ".git" not in path.parts
-        }
-
-
-def module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What `python -m` of one of this project's modules ends with."""
-    return subprocess.run(
-        [sys.executable, "-m", name, *arguments],
-        env=FROM_ANYWHERE, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def project(index: tuple[str, Path], tmp_path: Path) -> Project:
     return new_project(index, tmp_path)
-
-
-def new_project(index: tuple[str, Path], folder: Path) -> Project:
-    url, published = index
-    root = folder / "project"
-    patches = root / "patches/v1.2.3"
-    patches.mkdir(parents=True)
-    (patches / "series").write_text("")
-    pins = {path.name: sha256(path) for path in published.glob("vllm-*")}
-    base = 'version = "1.2.3"\ntorch = "2"\n'
-    for name, digest in pins.items():
-        table = (
-            "sdist" if name.endswith(".gz") else f"wheel.{name[:-4].split('28_')[1]}"
-        )
-        base += f'[{table}]\nfile = "{name}"\nsha256 = "{digest}"\n'
-    base += (
-        '[extension."vllm/native.abi3.so"]\nsources = ["csrc/native.cpp"]\n'
-        'headers = []\nlibraries = ["libcuda.so.1"]\nlimited_api = "0x03080000"\n'
-    )
-    (patches / "base.toml").write_text(base)
-    environment = FROM_ANYWHERE | {
-        "PIP_INDEX_URL": url,
-        "ENVELOPE_CACHE": str(folder / "cache"),
-        "no_proxy": "127.0.0.1",
-    }
-    return Project(root, environment)
 
 
 @pytest.fixture
@@ -259,15 +75,40 @@ def patched(project: Project) -> Project:
     return project
 
 
-def tamper(wheel: Path, edit: dict[str, bytes | None]) -> None:
-    """Replace, add or drop members of a wheel, leaving RECORD as it is."""
-    new = wheel.with_suffix(".new")
-    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(new, "w") as target:
-        for entry in source.infolist():
-            content = edit.pop(entry.filename, source.read(entry))
-            if content is not None:
-                target.writestr(entry, content)
-        for name, content in edit.items():
-            assert content is not None
-            target.writestr(name, content)
-    shutil.move(new, wheel)
+@pytest.fixture(scope="module")
+def built(index: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with the wheel and the overlay of three patches.
+
+    One replaces a module, one adds and deletes one, one changes native code.
+    """
+    project = new_project(index, tmp_path_factory.mktemp("overlay"))
+    project.ok("source")
+    project.commit("[Core] Halve", vllm__budget_py="def requested(total):\n    pass\n")
+    project.commit("[Core] Move", vllm__gone_py=None, vllm__come_py="HERE = 1\n")
+    project.commit("[Build] Mend", **{"csrc__native.cpp": "int answer = 42;\n"})
+    project.ok("export")
+    make_overlay(project)
+    return project
+
+
+@pytest.fixture
+def make(
+    built: Project, index: tuple[str, Path], tmp_path: Path
+) -> Callable[..., Installed]:
+    """Makes an environment with a wheel (the official one), and takes the overlay."""
+    (official,) = index[1].glob(f"*_{ARCH}.whl")
+    (overlay,) = (built.root / "dist").glob(f"*-overlay-{ARCH}.pyz")
+
+    def made(*options: str, wheel: Path = official, name: str = "env") -> Installed:
+        python = tmp_path / name / "bin/python"
+        venv = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / name)]
+        subprocess.run(venv, check=True)
+        install_wheel(python, wheel, *options)
+        return Installed(python, overlay)
+
+    return made
+
+
+@pytest.fixture
+def official(make: Callable[..., Installed]) -> Installed:
+    return make("--compile-bytecode")

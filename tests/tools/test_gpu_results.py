@@ -14,7 +14,7 @@ import pytest
 
 from gpu import calibrate, card, results_page, suite
 from scripts.commands import Problem
-from tests.tools.conftest import module
+from tests.tools.project import module
 from vgpu import config
 
 GIB = 2**30

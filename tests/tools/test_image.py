@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import Project
-from tests.tools.test_overlay import ARCH, make_overlay
+from tests.tools.installed import ARCH, make_overlay
+from tests.tools.project import Project
 
 STAND_IN = "FROM scratch\nCOPY root/ /\nENV PATH=/usr/bin:/bin\n"
 TOOLS = ("sh", "uname")

@@ -13,9 +13,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.tools.test_overlay import Installed, built, make
+from tests.tools.installed import Installed
 
-__all__ = ["built", "make"]
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/vllm-on-a-slice.yaml"
 KUBERNETES = "1.37"
 

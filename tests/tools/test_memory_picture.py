@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.tools.conftest import module
+from tests.tools.project import module
 
 MIB = 1 << 20
 REPORT = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import module
+from tests.tools.project import module
 
 MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CASES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import OLDER, ROOT, SOURCES, Project
+from tests.tools.project import OLDER, ROOT, SOURCES, Project
 
 TOPIC = "halve-what-is-requested"
 TEMPLATE = """\

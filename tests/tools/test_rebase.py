@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.release import cache_folder
-from tests.tools.conftest import OLDER, ROOT, SOURCES, Project, module
+from tests.tools.project import OLDER, ROOT, SOURCES, Project, module
 
 PLAN = SOURCES["vllm/plan.py"]
 PINNED = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"

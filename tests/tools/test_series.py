@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from tests.tools.conftest import ROOT
+from tests.tools.project import ROOT
 
 PATCHES = ROOT / "patches"
 NEWEST, *OLDER = sorted(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import SOURCES, Project
+from tests.tools.project import SOURCES, Project
 
 
 def test_source_is_the_release_and_one_commit_a_patch(patched: Project) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import INFO, METADATA, Project, tamper
+from tests.tools.project import INFO, METADATA, Project, tamper
 
 OURS = "vllm-1.2.3+envelope.2.dist-info"
 

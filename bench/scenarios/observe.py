@@ -1,0 +1,153 @@
+"""What is noted, and what is made to happen, as a worker of the engine starts."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+PHASES = (
+    "init_device",
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
+
+
+def record_graphs(result: dict[str, Any], profiles: int) -> None:
+    """What CUDA graphs were thought to take, and what they keep, in bytes."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    profile = Worker.determine_available_memory
+
+    def profiling(worker: Worker) -> int:
+        result["requested"] = worker.requested_memory
+        result["estimates"] = []
+        for _ in range(profiles):
+            result["kv"] = int(profile(worker))
+            estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
+            result["estimates"].append(estimate)
+        result["estimate"] = estimate
+        return int(result["kv"])
+
+    Worker.determine_available_memory = profiling
+    for runner in V1, V2:
+        record_capture(runner, result)
+
+
+def record_capture(runner: Any, result: dict[str, Any]) -> None:
+    import torch
+
+    from bench.scenarios import device
+
+    capture = runner.capture_model
+
+    def capturing(self: Any, **options: bool) -> int:
+        torch.cuda.empty_cache()
+        before = device.used()
+        taken = capture(self, **options)
+        torch.cuda.empty_cache()
+        if not options.get("profile_only"):
+            result["graphs"] = device.used() - before
+        return int(taken)
+
+    runner.capture_model = capturing
+
+
+def record_suggestions(result: dict[str, Any]) -> None:
+    """The sizes of --kv-cache-memory that the log names: of what was requested, of all
+    that the device has; those that fit."""
+    pattern = re.compile(r"--kv-cache-memory=(-?\d+)")
+
+    def read(record: logging.LogRecord) -> bool:
+        if sizes := pattern.findall(record.getMessage()):
+            result["suggested"] = [int(size) for size in sizes]
+        return True
+
+    logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
+
+
+def record_reported(result: dict[str, Any]) -> None:
+    """What the device lent the process when its worker reported where it went."""
+    from vllm.v1.worker.memory_report import StartupMemoryReport
+
+    from vgpu import control
+
+    def record() -> None:
+        result["used_at_report"] = control.process_used()
+
+    before(StartupMemoryReport, "table", record)
+
+
+def time_phases(seconds: dict[str, float]) -> None:
+    """Note how long each phase of the worker's start takes."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def timed(name: str) -> None:
+        method = getattr(Worker, name)
+
+        def phase(*arguments: Any, **keywords: Any) -> Any:
+            began = time.perf_counter()
+            outcome = method(*arguments, **keywords)
+            seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+            return outcome
+
+        setattr(Worker, name, phase)
+
+    for name in PHASES:
+        timed(name)
+
+
+def time_benchmarks() -> list[float]:
+    """Processor time of Triton's autotuning, as it goes on: it repeats each kernel for
+    a set time, so how much it takes says nothing."""
+    from triton.runtime.autotuner import Autotuner
+
+    seconds = [0.0]
+    benchmark = Autotuner._bench
+
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        began = time.process_time()
+        outcome = benchmark(*arguments, **keywords)
+        seconds[0] += time.process_time() - began
+        return outcome
+
+    Autotuner._bench = timed
+    return seconds
+
+
+def move_as(phase: str, size: Any) -> None:
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from bench.scenarios import device
+
+    beginnings: dict[str, list[tuple[Any, str]]] = {
+        "connect": [(gpu_worker, "init_worker_distributed_environment")],
+        "groups": [(gpu_worker, "ensure_model_parallel_initialized")],
+        "load": [(Worker, "load_model")],
+        "profile": [(Worker, "determine_available_memory")],
+        "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
+        "kv_cache": [(Worker, "initialize_from_config")],
+        "capture": [(Worker, "_get_cudagraph_capture_context")],
+        "extend": [(Worker, "extend_kv_cache")],
+    }
+    for owner, name in beginnings[phase]:
+        before(owner, name, lambda: device.other_process(size))
+
+
+def before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        action()
+        return original(*args, **options)
+
+    setattr(owner, name, wrapped)
