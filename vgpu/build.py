@@ -26,6 +26,9 @@ from . import elf
 from .errors import VgpuError
 
 SOURCES = Path(__file__).parent / "src"
+# The folders of SOURCES, the lowest floor first: a file calls its own floor and those
+# below (tests/vgpu/device/test_floors.py). README.md says what each holds.
+FLOORS = ("state", "memory", "streams", "sources", "control")
 # Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
 STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
 NCCL = "libnccl.so.2"
@@ -130,7 +133,7 @@ def installed() -> list[str]:
 def key(headers: Headers, compiler: str) -> str:
     """A name for what the build depends on."""
     digest = hashlib.sha256()
-    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+    for path in (Path(__file__), *sorted(SOURCES.glob("*/*.[ch]"))):
         digest.update(path.read_bytes())
     for line in (compiler, str(headers.cuda), *installed()):
         digest.update(f"{line}\n".encode())
@@ -178,27 +181,29 @@ def _run(command: list[str]) -> None:
         )
 
 
-def _compile(
-    compiler: str, headers: Headers, sources: Iterable[Path], output: Path
-) -> None:
-    includes = [f"-I{SOURCES}", *(f"-isystem{f}" for f in headers.folders)]
+def compile_flags(headers: Headers, work: Path) -> list[str]:
+    """For one source or all; makes a folder in `work` that the headers need."""
     # cuda_fp16.h, which cuBLAS includes, wants a header of CCCL that C never uses.
-    missing = output.parent / "missing" / "nv"
+    missing = work / "missing" / "nv"
     missing.mkdir(parents=True, exist_ok=True)
     (missing / "target").touch()
-    includes += ["-idirafter", str(missing.parent)]
+    return [
+        *("-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC"),
+        *("-fwrapv", "-fvisibility=hidden", "-D_GNU_SOURCE", f"-I{SOURCES}"),
+        *(f"-isystem{folder}" for folder in headers.folders),
+        *("-idirafter", str(missing.parent)),
+    ]
+
+
+def _link(
+    compiler: str, headers: Headers, sources: Iterable[Path], output: Path
+) -> None:
     _run(
         [
             *compiler.split(),
-            *("-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra", "-fPIC", "-shared"),
-            *(
-                "-fwrapv",
-                "-fvisibility=hidden",
-                "-Wl,-soname,libcuda.so.1",
-                "-Wl,-Bsymbolic",
-            ),
-            *("-D_GNU_SOURCE", *includes, "-o", str(output)),
-            *(str(s) for s in sources),
+            *compile_flags(headers, output.parent),
+            *("-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+            *("-o", str(output), *(str(s) for s in sources)),
             *("-ldl", "-lpthread"),
         ]
     )
@@ -291,33 +296,48 @@ def _call_class(name: str) -> str:
     return "CALL_COMPUTES" if COMPUTES.fullmatch(name) else "CALL_ERROR"
 
 
+def _array(declaration: str, items: list[str]) -> list[str]:
+    """C has no array of nothing: an empty one gets a zero that is never read."""
+    return [f"{declaration} = {{", *(f"  {item}," for item in items or ["0"]), "};"]
+
+
+def _names_source(stubs: list[str]) -> str:
+    lines = ['#include "state/names.h"', ""]
+    lines += _array("const char *const call_name[]", [f'"{name}"' for name in stubs])
+    lines += _array("const int call_class[]", [_call_class(name) for name in stubs])
+    lines += [f"const int calls = {len(stubs)};", ""]
+    return "\n".join(lines)
+
+
 def _stubs_source(stubs: list[str], versions: list[tuple[str, int, str]]) -> str:
-    lines = ['#include "calls.h"', '#include "vgpu.h"', ""]
+    late = range(LATE_STUBS)
+    lines = ['#include "sources/stubs.h"', ""]
     lines += [
         f"EXPORT int {name}(void *a) {{ return call_stub({i}, a); }}"
         for i, name in enumerate(stubs)
     ]
-    lines += ["const char *const call_name[] = {"]
-    lines += [f'  "{name}",' for name in stubs]
-    lines += ["};", "const int call_class[] = {"]
-    lines += [f"  {_call_class(name)}," for name in stubs]
-    lines += ["};", f"const int calls = {len(stubs)};"]
-    lines += ["const CallVersion call_version[] = {"]
-    lines += [f'  {{"{n}", "{s}", {v}}},' for n, v, s in versions]
-    lines += ["};", f"const int call_versions = {len(versions)};"]
-    lines += [
-        f"static int late_{i}(void) {{ return late_stub({i}); }}"
-        for i in range(LATE_STUBS)
-    ]
-    lines += ["int (*const late_stubs[])(void) = {"]
-    lines += [f"  late_{i}," for i in range(LATE_STUBS)] + ["};", ""]
-    return "\n".join(lines).replace('#include "vgpu.h"', _NO_PROTOTYPES)
+    lines += _array(
+        "const CallVersion call_version[]",
+        [f'{{"{name}", "{symbol}", {v}}}' for name, v, symbol in versions] or ["{0}"],
+    )
+    lines += [f"const int call_versions = {len(versions)};"]
+    lines += [f"static int late_{i}(void) {{ return late_stub({i}); }}" for i in late]
+    lines += _array("int (*const late_stubs[])(void)", [f"late_{i}" for i in late])
+    return "\n".join([*lines, ""])
 
 
-# The stubs must not see the headers' prototypes.
-_NO_PROTOTYPES = """#define EXPORT __attribute__((visibility("default")))
-enum { CALL_ERROR, CALL_IGNORED, CALL_COMPUTES };
-int call_stub(int index, void *first_argument);"""
+def write_stubs(
+    folder: Path, stubs: list[str], versions: list[tuple[str, int, str]]
+) -> list[Path]:
+    """Writes what is generated, each file in the folder of its floor."""
+    files = {
+        folder / "state" / "names.c": _names_source(stubs),
+        folder / "sources" / "stubs.c": _stubs_source(stubs, versions),
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return list(files)
 
 
 def _alias(compiler: str, folder: Path, soname: str, versions: set[str]) -> None:
@@ -338,23 +358,19 @@ def _alias(compiler: str, folder: Path, soname: str, versions: set[str]) -> None
 
 
 def _build(folder: Path, headers: Headers, compiler: str) -> None:
-    sources = sorted(SOURCES.glob("*.c"))
+    sources = sorted(SOURCES.glob("*/*.c"))
     library = folder / "libcuda.so.1"
-    empty = folder / "stubs.c"
-    empty.write_text(
-        _stubs_source([], [("", 0, "")])
-        .replace("call_name[] = {\n}", 'call_name[] = {\n  ""\n}')
-        .replace("call_class[] = {\n}", "call_class[] = {\n  0\n}")
-    )
-    _compile(compiler, headers, [*sources, empty], library)
+    generated = folder / "generated"
+    nothing = write_stubs(generated, [], [])
+    _link(compiler, headers, [*sources, *nothing], library)
     implemented = elf.read(library).defined
     imported, aliases = _imports(_major(headers))
     wanted = imported | _declared(headers) | _nvml_names() | _nccl_names()
     versions = _versions(headers)
     wanted |= {symbol for _, _, symbol in versions}
     stubs = sorted(wanted - implemented)
-    (folder / "stubs.c").write_text(_stubs_source(stubs, versions))
-    _compile(compiler, headers, [*sources, folder / "stubs.c"], library)
+    sources += write_stubs(generated, stubs, versions)
+    _link(compiler, headers, sources, library)
     aliases[NCCL] = set()
     for soname, names in sorted(aliases.items()):
         _alias(compiler, folder, soname, names)

@@ -1,0 +1,134 @@
+// What memory holds: copies and fills, and whether their addresses may be touched.
+#include <string.h>
+#include <sys/mman.h>
+
+#include "memory/memory.h"
+#include "state/context.h"
+
+typedef struct {
+  char* start;
+  uint64_t size;
+  Physical* physical;  // NULL: host memory
+} Span;
+
+static void illegal(uint64_t address, uint64_t size, const char* why) {
+  Range* near = ranges_below(&mappings, address);
+  Range* above = ranges_above(&mappings, address);
+  if (!near || (above && above->start - address <
+                             address - MIN(address, near->start + near->size)))
+    near = above;
+  if (near)
+    message("illegal address 0x%lx, %lu bytes: %s; nearest mapping 0x%lx, %lu bytes",
+            address, size, why, near->start, near->size);
+  else
+    message("illegal address 0x%lx, %lu bytes: %s; nothing is mapped", address, size,
+            why);
+  sticky_error(CUDA_ERROR_ILLEGAL_ADDRESS);
+}
+
+// The contiguous memory at an address, at most `size` bytes of it.
+static bool span_at(uint64_t address, uint64_t size, bool write, Span* span) {
+  if (!is_device_address(address)) {
+    *span = (Span){(char*)address, size, NULL};
+    return true;
+  }
+  Range* r = ranges_at(&mappings, address);
+  if (!r) return false;
+  Mapping* m = r->data;
+  if (write ? !m->writable : !m->readable) return false;
+  uint64_t skip = address - r->start;
+  Physical* p = m->physical;
+  *span = (Span){physical_start(p) + m->offset + skip, MIN(size, r->size - skip), p};
+  return true;
+}
+
+static bool check(uint64_t address, uint64_t size, bool write) {
+  Span span;
+  for (uint64_t done = 0; done < size; done += span.size) {
+    if (span_at(address + done, size - done, write, &span)) continue;
+    bool mapped = ranges_at(&mappings, address + done);
+    bool known = ranges_at(&reserved, address + done);
+    illegal(address, size,
+            mapped  ? "mapped without access"
+            : known ? "reserved but not mapped"
+                    : "not allocated");
+    return false;
+  }
+  return true;
+}
+
+static void zero(const Span* span) {
+  if (span->physical && !span->physical->written) return;
+  char* from = (char*)(((uint64_t)span->start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
+  char* to = (char*)((uint64_t)(span->start + span->size) & ~(uint64_t)(PAGE - 1));
+  if (!span->physical || span->size < (1u << 20)) {
+    memset(span->start, 0, span->size);
+    return;
+  }
+  madvise(from, to - from, MADV_DONTNEED);
+  memset(span->start, 0, from - span->start);
+  memset(to, 0, span->start + span->size - to);
+  if (span->size == span->physical->size) span->physical->written = false;
+}
+
+CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
+  pthread_mutex_lock(&memory_lock);
+  if (!check(to, size, true) || !check(from, size, false)) {
+    pthread_mutex_unlock(&memory_lock);
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+  }
+  for (uint64_t done = 0; done < size;) {
+    Span target, source;
+    span_at(to + done, size - done, true, &target);
+    span_at(from + done, target.size, false, &source);
+    target.size = source.size;
+    if (source.physical && !source.physical->written) {
+      zero(&target);
+    } else {
+      if (target.physical) target.physical->written = true;
+      memmove(target.start, source.start, source.size);
+    }
+    done += source.size;
+  }
+  pthread_mutex_unlock(&memory_lock);
+  return CUDA_SUCCESS;
+}
+
+CUresult memory_fill(uint64_t to, uint64_t value, int value_bytes, uint64_t n) {
+  uint64_t size = n * value_bytes;
+  pthread_mutex_lock(&memory_lock);
+  if (!check(to, size, true)) {
+    pthread_mutex_unlock(&memory_lock);
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+  }
+  for (uint64_t done = 0; done < size;) {
+    Span span;
+    span_at(to + done, size - done, true, &span);
+    if (value == 0) {
+      zero(&span);
+    } else {
+      if (span.physical) span.physical->written = true;
+      if (value_bytes == 1)
+        memset(span.start, (int)value, span.size);
+      else
+        for (uint64_t i = 0; i < span.size; i++)
+          span.start[i] = ((char*)&value)[(done + i) % value_bytes];
+    }
+    done += span.size;
+  }
+  pthread_mutex_unlock(&memory_lock);
+  return CUDA_SUCCESS;
+}
+
+bool memory_is_zero(uint64_t from, uint64_t size) {
+  bool known = true;
+  pthread_mutex_lock(&memory_lock);
+  for (uint64_t done = 0; known && done < size;) {
+    Span span;
+    known = span_at(from + done, size - done, false, &span) && span.physical &&
+            !span.physical->written;
+    if (known) done += span.size;
+  }
+  pthread_mutex_unlock(&memory_lock);
+  return known;
+}

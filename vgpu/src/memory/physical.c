@@ -1,0 +1,89 @@
+// Physical memory, and the addresses that map to it.
+//
+// Physical memory is one lazily zeroed host mapping a device; device addresses
+// are a separate range no one can touch. A copy looks its addresses up, so
+// unmapping is exact and costs no system call.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "memory/memory.h"
+#include "state/account.h"
+
+// First fit needs at most log2(largest / smallest) times the live bytes.
+enum { PHYSICAL_FACTOR = 32 };
+
+Ranges mappings, reserved;
+
+static struct {
+  char* start;
+  Ranges heap;
+} physical_memory[MAX_DEVICES];
+
+static bool physical_init(int device) {
+  if (physical_memory[device].start) return true;
+  uint64_t memory = MAX(config.device[device].memory, 1u << 20);
+  for (uint64_t factor = PHYSICAL_FACTOR; factor; factor /= 2) {
+    char* start = map_host(memory * factor, PROT_READ | PROT_WRITE);
+    if (!start) continue;
+    physical_memory[device].start = start;
+    heap_give(&physical_memory[device].heap, 0, memory * factor);
+    return true;
+  }
+  message(
+      "no host address space for device %d: needed %lu bytes; raise the "
+      "limit (ulimit -v) or allow overcommit (vm.overcommit_memory)",
+      device, memory);
+  return false;
+}
+
+Physical* physical_take(int device, uint64_t size, const char* cause) {
+  if (!physical_init(device)) return NULL;
+  if (!charge(device, (int64_t)size, cause)) return NULL;
+  uint64_t offset = heap_take(&physical_memory[device].heap, size);
+  if (offset == UINT64_MAX) abort();  // PHYSICAL_FACTOR rules it out
+  Physical* p = calloc(1, sizeof *p);
+  if (!p) abort();
+  *p = (Physical){.device = device,
+                  .size = size,
+                  .offset = offset,
+                  .references = 1,
+                  .cause = cause};
+  return p;
+}
+
+char* physical_start(const Physical* p) {
+  return physical_memory[p->device].start + p->offset;
+}
+
+static void forget(Physical* p) {
+  if (!p->written) return;
+  char* start = physical_start(p);
+  char* from = (char*)(((uint64_t)start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
+  char* to = (char*)((uint64_t)(start + p->size) & ~(uint64_t)(PAGE - 1));
+  if (to <= from) {
+    memset(start, 0, p->size);
+  } else {
+    madvise(from, to - from, MADV_DONTNEED);
+    memset(start, 0, from - start);
+    memset(to, 0, start + p->size - to);
+  }
+  p->written = false;
+}
+
+void physical_give(Physical* p) {
+  if (--p->references) return;
+  forget(p);
+  heap_give(&physical_memory[p->device].heap, p->offset, p->size);
+  charge(p->device, -(int64_t)p->size, p->cause);
+  free(p);
+}
+
+Mapping* mapping_add(uint64_t address, uint64_t size, Physical* physical) {
+  Mapping* m = calloc(1, sizeof *m);
+  if (!m) abort();
+  m->physical = physical;
+  m->readable = m->writable = true;
+  ranges_add(&mappings, address, size, m);
+  return m;
+}

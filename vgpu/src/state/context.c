@@ -1,0 +1,185 @@
+// Contexts, and entering a call: which device a thread is on, and whether the call
+// may be made.
+#include "state/context.h"
+
+#include "state/account.h"
+#include "state/driver.h"
+
+typedef struct CUctx_st {
+  int ordinal;
+  bool made;
+} Context;
+
+static __thread Context* current;
+static __thread int ordinal_set;
+static Context contexts[MAX_DEVICES];
+static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER;
+
+bool is_ordinal(int ordinal) { return ordinal >= 0 && ordinal < visible_devices(); }
+
+int current_ordinal(void) { return current ? current->ordinal : ordinal_set; }
+int current_device(void) { return device_index(current_ordinal()); }
+
+static CUresult context_make(int ordinal) {
+  pthread_mutex_lock(&context_lock);
+  Context* context = &contexts[ordinal];
+  CUresult error = CUDA_SUCCESS;
+  if (!context->made) {
+    int device = device_index(ordinal);
+    if (charge(device, (int64_t)config.device[device].context, "context")) {
+      context->ordinal = ordinal;
+      context->made = true;
+    } else {
+      error = CUDA_ERROR_OUT_OF_MEMORY;
+    }
+  }
+  pthread_mutex_unlock(&context_lock);
+  return error;
+}
+
+// What needs no context (which device, which properties) works on after an error
+// that ended the context.
+static CUresult usable(bool needs_context) {
+  if (!state_init())
+    return process_ended() ? CUDA_ERROR_DEINITIALIZED : CUDA_ERROR_NO_DEVICE;
+  if (forked_after_init()) return CUDA_ERROR_NOT_INITIALIZED;
+  if (!visible_devices()) return CUDA_ERROR_NO_DEVICE;
+  return needs_context ? __atomic_load_n(&sticky, __ATOMIC_RELAXED) : 0;
+}
+
+static CUresult enter(const char* call, uint64_t size, bool needs_context) {
+  CUresult error = usable(needs_context);
+  if (error) return error;
+  if (config.trace) message("%s(%lu)", call, size);
+  return injected(call, current_device(), size);
+}
+
+CUresult context_usable(void) { return usable(true); }
+
+CUresult context_enter(void) {
+  CUresult error = usable(true);
+  return error || current ? error : context_make(current_ordinal());
+}
+
+static CUresult context_use(int ordinal) {
+  CUcontext context;
+  CUresult error = driver()->cuDevicePrimaryCtxRetain(&context, ordinal);
+  if (error) return error;
+  ordinal_set = ordinal;
+  current = context;
+  return CUDA_SUCCESS;
+}
+
+// As libcudart, whose first call is cuInit: a slice begins there.
+static CUresult initialize(void) {
+  static bool initialized;
+  if (__atomic_load_n(&initialized, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
+  CUresult error = driver()->cuInit(0);
+  if (!error) __atomic_store_n(&initialized, true, __ATOMIC_RELAXED);
+  return error;
+}
+
+cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context) {
+  CUresult error = initialize();
+  if (!error) error = enter(call, size, needs_context);
+  if (!error && needs_context && !current) error = context_use(ordinal_set);
+  return rt_leave((cudaError_t)error);
+}
+
+CUresult drv_enter(const char* call, uint64_t size, bool needs_context) {
+  CUresult error = enter(call, size, needs_context);
+  return error || !needs_context || current ? error : context_make(current_ordinal());
+}
+
+// ---- the calls
+
+EXPORT CUresult cuInit(unsigned flags) {
+  if (flags) return CUDA_ERROR_INVALID_VALUE;
+  DRV_START();
+  return CUDA_SUCCESS;
+}
+
+EXPORT cudaError_t cudaGetDevice(int* ordinal) {
+  RT_START();
+  *ordinal = current_ordinal();
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaSetDevice(int ordinal) {
+  RT_START();
+  if (!is_ordinal(ordinal)) RT(cudaErrorInvalidDevice);
+  RT(context_use(ordinal));
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
+  DRV_START();
+  if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+  CUresult error = context_make(ordinal);
+  if (!error) *context = &contexts[ordinal];
+  return error;
+}
+
+// The context stays until the process ends, as PyTorch's does.
+EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice ordinal) {
+  DRV_START();
+  return is_ordinal(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags,
+                                           int* active) {
+  DRV_START();
+  if (!is_ordinal(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+  *flags = 0;
+  *active = contexts[ordinal].made;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
+  DRV_START();
+  *context = current;
+  return CUDA_SUCCESS;
+}
+
+static bool is_context(CUcontext context) {
+  return context >= contexts && context < contexts + MAX_DEVICES && context->made;
+}
+
+EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
+  DRV_START();
+  if (context && !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+  current = context;
+  return CUDA_SUCCESS;
+}
+
+static __thread Context* pushed[64];
+static __thread int pushed_count;
+
+EXPORT CUresult cuCtxPushCurrent(CUcontext context) {
+  DRV_START();
+  if (!is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (pushed_count == 64) return CUDA_ERROR_OUT_OF_MEMORY;
+  pushed[pushed_count++] = current;
+  current = context;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent(CUcontext* context) {
+  DRV_START();
+  if (!pushed_count) return CUDA_ERROR_INVALID_CONTEXT;
+  if (context) *context = current;
+  current = pushed[--pushed_count];
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
+  DRV_START();
+  if (!current) return CUDA_ERROR_INVALID_CONTEXT;
+  *device = current->ordinal;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {
+  (void)context;
+  *version = 3020;
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,47 @@
+// What every call of CUDA begins and ends with: contexts, and errors.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "state/base.h"
+
+// ---- errors.c
+
+extern int sticky;  // the error that has ended this process's CUDA, or 0
+
+void sticky_error(int error);
+cudaError_t rt_leave(cudaError_t error);
+
+// ---- context.c
+
+bool is_ordinal(int ordinal);
+int current_ordinal(void);
+int current_device(void);       // configured index
+CUresult context_usable(void);  // the error that a call in any context returns
+CUresult context_enter(void);   // as a call that needs a context, or its error
+cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context);
+CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
+
+#define RT_ENTER(size)                                    \
+  do {                                                    \
+    cudaError_t entered = rt_enter(__func__, size, true); \
+    if (entered) return entered;                          \
+  } while (0)
+#define DRV_ENTER(size)                                 \
+  do {                                                  \
+    CUresult entered = drv_enter(__func__, size, true); \
+    if (entered) return entered;                        \
+  } while (0)
+// For calls that need no context.
+#define RT_START()                                      \
+  do {                                                  \
+    cudaError_t entered = rt_enter(__func__, 0, false); \
+    if (entered) return entered;                        \
+  } while (0)
+#define DRV_START()                                   \
+  do {                                                \
+    CUresult entered = drv_enter(__func__, 0, false); \
+    if (entered) return entered;                      \
+  } while (0)
+#define RT(error) return rt_leave((cudaError_t)(error))

@@ -1,0 +1,65 @@
+// Streams, events, graphs, and the operations that they are made of.
+#pragma once
+
+#include "state/captures.h"
+
+typedef enum {
+  NODE_KERNEL,
+  NODE_COPY,
+  NODE_FILL,
+  NODE_HOST,
+  NODE_EVENT,
+  NODE_COLLECTIVE,
+} NodeKind;
+
+typedef struct {
+  NodeKind kind;
+  uint64_t to, from, size, value;
+  int value_bytes;
+  void (*function)(void*);        // of NODE_HOST
+  CUresult (*collective)(void*);  // of NODE_COLLECTIVE
+  void* argument;
+} Operation;
+
+typedef struct CUgraphNode_st {
+  Operation operation;
+} Node;
+
+typedef struct CUgraph_st {
+  Node** node;
+  size_t nodes, room;
+} Graph;
+
+typedef struct CUstream_st {
+  int ordinal, priority;
+  unsigned flags;
+  uint64_t id;
+  Capture* capture;
+  Node* last;       // captured last
+  uint64_t steps;   // captured so far
+  uint64_t joined;  // of these, how many another captured stream waits for
+} Stream;
+
+typedef struct CUevent_st {
+  unsigned flags;
+  bool recorded;
+  uint64_t nanoseconds;
+  uint64_t capture;  // its id, 0: recorded outside a capture
+  Stream* stream;
+  uint64_t steps;
+} Event;
+
+// ---- operation.c
+
+Stream* stream_find(void* handle);  // NULL: the legacy or per-thread stream
+bool stream_is(void* handle);
+bool stream_is_default(const void* handle);
+// Runs the operation now, or adds it to the graph the stream is capturing.
+CUresult stream_run(void* stream, const Operation* operation);
+CUresult capture_add(Stream* stream, const Operation* operation);
+void graph_empty(Graph* graph);
+
+// ---- module.c
+
+// What a kernel compiled into the program was registered with; NULL: unknown.
+const void* kernel_image(const void* function);
