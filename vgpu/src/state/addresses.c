@@ -32,6 +32,7 @@ bool addresses_init(void) {
   const uint64_t align = 2ull << 20;
   address_start = ((uint64_t)start + align) / align * align;
   address_bytes = (address_bytes - align) / align * align;
+  address_heap = (Ranges){0};  // a forked child has none of its parent's
   heap_give(&address_heap, address_start, address_bytes);
   return true;
 }
