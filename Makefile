@@ -9,7 +9,8 @@ RUN = .venv/bin/python -m $(1) --base $(BASE)
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase pr check verify vgpu ray envelope test test-all test-long topics lint bench bench-load \
+.PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
+  envelope test test-all test-long topics lint bench bench-load \
   bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -34,6 +35,14 @@ export: .venv/ready  ## vllm/'s commits back to patch files
 rebase: source  ## TO=: the series for another release; CHECK=1 only reports
 	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
+
+carry: source  ## TO=: fixup commits in vllm/, to the source of another release
+	@$(call RUN,scripts.source) --base $(or $(TO),$(error TO=<vLLM release> is needed))
+	@$(call RUN,scripts.carry) --to $(TO)
+
+compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
+	@.venv/bin/python -m scripts.compare \
+	  --base $(if $(filter file,$(origin BASE)),$(OLDER),$(BASE))
 
 pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
 	@$(call RUN,scripts.source)

@@ -130,9 +130,13 @@ class Project:
         return done.stderr
 
     def git(self, *arguments: str) -> str:
+        return self.git_of(self.tree, *arguments)
+
+    @staticmethod
+    def git_of(tree: Path, *arguments: str) -> str:
         identity = ("-c", "user.name=A", "-c", "user.email=a@b")
         return subprocess.run(
-            ["git", "-C", str(self.tree), *identity, *arguments],
+            ["git", "-C", str(tree), *identity, *arguments],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
 

@@ -1,0 +1,88 @@
+"""Which topics of an older release differ from the newest one's, where, and why.
+
+    make compare [BASE=0.26.0]
+
+A topic is the same if it adds and removes the same lines of the same files; context and
+places do not count. Why one differs, or is absent, is told in the release's base.toml,
+under [differs] and [absent]: a reason for each, and none for others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+from scripts.commands import Problem, command
+from scripts.release import Base
+
+Changes = dict[str, Counter[str]]
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    newest = Base.load(args.root, newest_release(args.root))
+    if newest.version == base.version:
+        raise Problem(f"{base.version} is the newest release: BASE=an older one.")
+    told = tomllib.loads((base.folder / "base.toml").read_text())
+    absent, differs = told.get("absent", {}), told.get("differs", {})
+    print(f"vLLM {base.version} beside {newest.version}; lines only there / only here")
+    found = set()
+    for patch in newest.patches():
+        own = base.folder / patch.name
+        if not own.exists():
+            print(
+                f"{patch.stem}: absent, {absent.get(patch.name, 'no reason is told')}"
+            )
+        elif files := difference(changes(patch), changes(own)):
+            found.add(patch.name)
+            print(f"{patch.stem}: {differs.get(patch.name, 'no reason is told')}")
+            for name, (there, here) in files.items():
+                print(f"    {name}: {there} / {here}")
+        else:
+            print(f"{patch.stem}: the same")
+    missing = found - differs.keys()
+    stale = differs.keys() - found
+    if missing or stale:
+        raise Problem(
+            f"[differs] in {base.folder / 'base.toml'}: a reason is needed for "
+            f"{', '.join(sorted(missing)) or 'no more'}, and not for "
+            f"{', '.join(sorted(stale)) or 'others'}."
+        )
+
+
+def newest_release(root: Path) -> str:
+    releases = [p.parent.name[1:] for p in root.glob("patches/v*/base.toml")]
+    return max(releases, key=lambda name: [int(part) for part in name.split(".")])
+
+
+def changes(patch: Path) -> Changes:
+    """The lines that a patch adds ("+...") and removes ("-...") of each file."""
+    found: Changes = {}
+    left = [0, 0]  # of the hunk: lines before and after it
+    for line in patch.read_text(errors="replace").splitlines():
+        if match := re.match(r"diff --git a/(\S+) b/", line):
+            lines = found.setdefault(match[1], Counter())
+        elif match := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line):
+            left = [int(count or 1) for count in match.groups()]
+        elif any(left):
+            if line[:1] in ("+", "-"):
+                lines[line] += 1
+            left[0] -= line[:1] != "+"
+            left[1] -= line[:1] != "-"
+    return found
+
+
+def difference(there: Changes, here: Changes) -> dict[str, tuple[int, int]]:
+    """By file, the number of lines that only one changes; files alike are left out."""
+    counts = {}
+    for name in sorted(there.keys() | here.keys()):
+        one, other = (side.get(name, Counter[str]()) for side in (there, here))
+        counts[name] = (one - other).total(), (other - one).total()
+    return {name: both for name, both in counts.items() if any(both)}
+
+
+if __name__ == "__main__":
+    command(main)
