@@ -43,7 +43,8 @@ def main(args: argparse.Namespace) -> None:
     def measure(name: str, site: str, buffers: list[int | None]) -> dict[str, Any]:
         argument = json.dumps(CASES[name] | {"seeds": seeds, "buffers": buffers})
         variables = environment(name)
-        return results(base, site, DEVICE, "mixed_load", argument, variables, HOOKS)[-1]
+        *_, last = results(base, site, DEVICE, "mixed_load", argument, variables, HOOKS)
+        return last
 
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",

@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
 
     def load(case: str, site: str, memory: int) -> dict[str, Any]:
-        return results(base, site, {"memory": memory}, "sleep_load", case)[-1]
+        *_, last = results(base, site, {"memory": memory}, "sleep_load", case)
+        return last
 
     print("| case | needed, MiB | official | peak/needed | ours | peak/needed | time |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench import start as bench_start
 from bench.start import MEMORY, MIB, RUNNERS, outcome, requested
-from bench.virtual import HOOKS, SITES, each_result
+from bench.virtual import HOOKS, SITES, results
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -169,8 +169,8 @@ def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]
             queue.append(start)
         cases = json.dumps([start.case(folder) for start in queue])
         environment = variables | {"VLLM_CACHE_ROOT": str(folder / site)}
-        results = each_result(base, site, DEVICE, "starts", cases, environment, HOOKS)
-        for result, start in zip(results if queue else (), queue, strict=False):
+        ran = results(base, site, DEVICE, "starts", cases, environment, HOOKS)
+        for result, start in zip(ran if queue else (), queue, strict=False):
             found[start] = result
             told = f"{site}: {len(found)} of {len(starts)}, {start.name}"
             print(f"{told}: {outcome(result)}", file=sys.stderr, flush=True)

@@ -40,21 +40,6 @@ def results(
     argument: str,
     environment: Mapping[str, str] | None = None,
     config: Path | None = None,
-) -> list[dict[str, Any]]:
-    """All of `each_result`."""
-    return list(
-        each_result(base, site, device, scenario, argument, environment, config)
-    )
-
-
-def each_result(
-    base: Base,
-    site: str,
-    device: Mapping[str, object],
-    scenario: str,
-    argument: str,
-    environment: Mapping[str, str] | None = None,
-    config: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What a scenario prints after "RESULT ", a JSON object a line, as it comes.
 

@@ -24,11 +24,6 @@ HERE = "tests.vgpu.device.test_slicing"  # run as a program, too
 SLICE = GIB
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slicing.compiled(tmp_path_factory.mktemp("slicing"))
-
-
 def run(
     program: Callable[[], None],
     library: Path,

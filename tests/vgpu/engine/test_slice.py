@@ -21,11 +21,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return slicing.compiled(tmp_path_factory.mktemp("slicing"))
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_an_engine_starts_within_its_slice(
