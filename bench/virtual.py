@@ -1,4 +1,4 @@
-"""Scripts run with the official or the patched vLLM on a virtual device."""
+"""Scenarios run with the official or the patched vLLM on a virtual device."""
 
 from __future__ import annotations
 
