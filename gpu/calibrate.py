@@ -75,7 +75,7 @@ def profile(
     nccl = measured.get("nccl")
     known = "not measured" if nccl is None else f"measured, {nccl} bytes"
     lines += [
-        f"# {known}: NCCL's buffers for one rank; no NCCL runs on the virtual device",
+        f"# {known}: NCCL's buffers for one rank; nccl_communicator is of several",
         "# not measured: vmm_handle_offset",
     ]
     return "\n".join(lines) + "\n"

@@ -118,6 +118,13 @@ def test_the_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
     assert {key: found[key] for key in PARAMETERS} == PARAMETERS
 
 
+def test_a_communicator_is_measured(tmp_path: Path) -> None:
+    card = CARD + 'nccl_communicator = "96MiB"\n'
+    done = call("probe", "nccl", folder=tmp_path, card=card)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.partition("RESULT ")[2]) == {"nccl": 96 * MIB}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> None:
@@ -129,7 +136,7 @@ def test_a_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> No
     assert {key: profile[key] for key in PARAMETERS} == PARAMETERS
     assert profile["memory"] == 16 << 30
     (path,) = tmp_path.glob("calibration-*.json")
-    assert "NCCL error" in json.loads(path.read_text())["not measured"]["nccl"]
+    assert json.loads(path.read_text())["not measured"] == {}
     done = call("calibrate", "--predict", str(path), folder=tmp_path, card="")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     (start,) = json.loads(path.read_text())["starts"].values()
