@@ -36,9 +36,8 @@ rebase: source  ## TO=: the series for another release; CHECK=1 only reports
 	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
 
-carry: source  ## TO=: fixup commits in vllm/, to the source of another release
-	@$(call RUN,scripts.source) --base $(or $(TO),$(error TO=<vLLM release> is needed))
-	@$(call RUN,scripts.carry) --to $(TO)
+carry: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
+	@$(call RUN,scripts.carry) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
 compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 	@.venv/bin/python -m scripts.compare \

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 
+from scripts.compare import changes, difference
 from tests.tools.project import ROOT
 
 PATCHES = ROOT / "patches"
@@ -26,3 +27,17 @@ def test_topics_of_an_older_release(release: str) -> None:
     absent: dict[str, str] = base.get("absent", {})
     assert absent.keys() <= set(topics(NEWEST)) and all(absent.values())
     assert topics(release) == [t for t in topics(NEWEST) if t not in absent]
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_what_differs_says_why(release: str) -> None:
+    """`make compare` shows it."""
+    base = tomllib.loads((PATCHES / release / "base.toml").read_text())
+    differs = [
+        topic
+        for topic in topics(release)
+        if difference(
+            changes(PATCHES / NEWEST / topic), changes(PATCHES / release / topic)
+        )
+    ]
+    assert list(base["differs"]) == differs and all(base["differs"].values())
