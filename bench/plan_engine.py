@@ -1,5 +1,5 @@
 """Start vLLM's engine as `vllm serve` would, with dummy weights, on the device that it
-runs on: plan.py runs it in the environment of the release.
+runs on: foresee.py runs it in the environment of the release.
 
 The argument is a JSON object: "model" (a folder), "flags" (of `vllm serve`) and
 "environment" (variables, read as vLLM is imported). Prints "PHASE name" as each begins
