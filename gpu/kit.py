@@ -19,11 +19,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from bench.virtual import environment_of
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
+from scripts.outcomes import chosen, outcomes
 from scripts.release import Base
 
 VLLMS = ("unpatched", "patched")
@@ -166,12 +166,9 @@ class Kit:
         )  # fmt: skip
         shutil.copy2(self.tests / "pyproject.toml", folder)
         report = folder / "report.xml"
-        # By name: a file that cannot be imported would keep named nodes from running.
-        files = sorted({test.partition("::")[0] for test in self.own_tests})
-        names = " or ".join(test.partition("::")[2] for test in self.own_tests)
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider",
-                   "--continue-on-collection-errors", f"--junitxml={report}",
-                   "-k", names, *options, *files]  # fmt: skip
+                   f"--junitxml={report}", *options,
+                   *chosen(self.own_tests)]  # fmt: skip
         with Conversation(
             self, command, vllm, folder, folder / "tests/vllm_test_utils"
         ) as tests:
@@ -180,11 +177,8 @@ class Kit:
             return {"outcome": "no result", "error": end_of_log}
         result: dict[str, Any] = {"outcome": "ran"}
         result |= {"passed": [], "failed": [], "skipped": []}
-        for case in ElementTree.parse(report).iter("testcase"):
-            kinds = {child.tag for child in case}
-            outcome = "failed" if kinds & {"failure", "error"} else "passed"
-            outcome = "skipped" if "skipped" in kinds else outcome
-            result[outcome].append(case.get("name", ""))
+        for name, outcome in outcomes(report):
+            result["failed" if outcome == "error" else outcome].append(name)
         return result
 
 

@@ -10,7 +10,6 @@ same for both: git rebase -i --autosquash, make export, make check.
 from __future__ import annotations
 
 import argparse
-import tomllib
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, scratch
@@ -21,7 +20,7 @@ from scripts.series import (
     NAMES_REF,
     conflict_report,
     git,
-    run_git,
+    made,
     transplant,
     unresolved,
 )
@@ -36,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     source, target = (Base.load(args.root, v) for v in (args.base, args.to))
     for base in source, target:
-        if run_git(base.tree, "rev-parse", "-q", "--verify", BASE_REF).returncode:
+        if not made(base.tree):
             raise Problem(f"'make source BASE={base.version}' first.")
     with locked(args.root):
         if unresolved(target.tree) or git(target.tree, "status", "--porcelain"):
@@ -54,9 +53,8 @@ def main(args: argparse.Namespace) -> None:
         with scratch(args.root / "build", "carry") as folder:
             for commit, topic in fixes:
                 if topic not in topics:
-                    print(
-                        f"{topic}: not in {target.version}, {why_absent(target, topic)}"
-                    )
+                    why = target.absent.get(topic, "and not told why")
+                    print(f"{topic}: not in {target.version}, {why}")
                 else:
                     said = carry(source, target, commit, topic, topics[topic], folder)
                     print(f"{topic}: {said}")
@@ -119,11 +117,6 @@ def names(tree: Path) -> dict[str, str]:
     )
     pairs = (entry.strip().partition("\0") for entry in told.split("\1"))
     return {subject: name.strip() for subject, _, name in pairs if name.strip()}
-
-
-def why_absent(base: Base, topic: str) -> str:
-    told = tomllib.loads((base.folder / "base.toml").read_text())
-    return str(told.get("absent", {}).get(topic, "and not told why"))
 
 
 if __name__ == "__main__":

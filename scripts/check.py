@@ -19,11 +19,11 @@ import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree
 
 from scripts import caches
 from scripts.build_wheel import changed_members
 from scripts.commands import Problem, command, locked, scratch
+from scripts.outcomes import chosen, outcomes
 from scripts.release import Base
 from scripts.series import BASE_REF, apply, git
 
@@ -156,10 +156,10 @@ def own_tests(
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
         sites[when] = overlay(base, tree, python, folder / f"site {when}")
     with ThreadPoolExecutor(len(sites)) as pool:
-        outcomes = pool.map(
+        ran = pool.map(
             lambda site: run_tests(base, site, python, tests, folder), sites.values()
         )
-        results = dict(zip(sites, outcomes, strict=True))
+        results = dict(zip(sites, ran, strict=True))
     for site in sites.values():
         shutil.rmtree(site)
     git(tree, "checkout", "-q", "check")
@@ -211,33 +211,21 @@ def run_tests(
     }
     shelf = base.root / "build/kernels"
     environment = caches.environment(environment, site / "caches", shelf)
-    # By name: a file that cannot be imported would keep those of others from running.
-    files = sorted({test.partition("::")[0] for test in tests})
-    names = {test.partition("::")[2] for test in tests}
     log = subprocess.run(
         [str(python), "-m", "vgpu", *DEVICE, "--",
          str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "--continue-on-collection-errors", f"--junitxml={report}",
-         "-k", " or ".join(sorted(names)), *files],
+         f"--junitxml={report}", *chosen(tests)],
         cwd=folder / "run", env=environment, capture_output=True, text=True,
         timeout=TEST_LIMIT,
     )  # fmt: skip
     if not report.is_file():
         raise Problem(f"pytest did not run:\n{log.stdout[-2000:]}{log.stderr[-2000:]}")
-    outcomes = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        name = case.get("name", "")
-        if "error" not in kinds and name.partition("[")[0] not in names:
-            continue  # -k takes part of a name
-        outcomes[name] = (
-            "failed"
-            if kinds & {"failure", "error"}
-            else "skipped"
-            if "skipped" in kinds
-            else "passed"
-        )
-    return outcomes
+    functions = {test.partition("::")[2] for test in tests}
+    return {
+        name: "failed" if outcome == "error" else outcome
+        for name, outcome in outcomes(report)
+        if outcome == "error" or name.partition("[")[0] in functions
+    }
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -19,32 +18,28 @@ from scripts.commands import Problem, command
 from scripts.release import Base
 
 Changes = dict[str, Counter[str]]
+Differences = dict[str, tuple[int, int]]
 
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    newest = Base.load(args.root, newest_release(args.root))
+    newest = Base.load(args.root, releases(args.root)[0])
     if newest.version == base.version:
         raise Problem(f"{base.version} is the newest release: BASE=an older one.")
-    told = tomllib.loads((base.folder / "base.toml").read_text())
-    absent, differs = told.get("absent", {}), told.get("differs", {})
     print(f"vLLM {base.version} beside {newest.version}; lines only there / only here")
-    found = set()
+    found = differing(newest, base)
     for patch in newest.patches():
-        own = base.folder / patch.name
-        if not own.exists():
-            print(
-                f"{patch.stem}: absent, {absent.get(patch.name, 'no reason is told')}"
-            )
-        elif files := difference(changes(patch), changes(own)):
-            found.add(patch.name)
-            print(f"{patch.stem}: {differs.get(patch.name, 'no reason is told')}")
-            for name, (there, here) in files.items():
+        if not (base.folder / patch.name).exists():
+            why = base.absent.get(patch.name, "no reason is told")
+            print(f"{patch.stem}: absent, {why}")
+        elif patch.name in found:
+            print(f"{patch.stem}: {base.differs.get(patch.name, 'no reason is told')}")
+            for name, (there, here) in found[patch.name].items():
                 print(f"    {name}: {there} / {here}")
         else:
             print(f"{patch.stem}: the same")
-    missing = found - differs.keys()
-    stale = differs.keys() - found
+    missing = found.keys() - base.differs.keys()
+    stale = base.differs.keys() - found.keys()
     if missing or stale:
         raise Problem(
             f"[differs] in {base.folder / 'base.toml'}: a reason is needed for "
@@ -53,9 +48,20 @@ def main(args: argparse.Namespace) -> None:
         )
 
 
-def newest_release(root: Path) -> str:
-    releases = [p.parent.name[1:] for p in root.glob("patches/v*/base.toml")]
-    return max(releases, key=lambda name: [int(part) for part in name.split(".")])
+def releases(root: Path) -> list[str]:
+    """The supported releases, the newest first."""
+    found = [p.parent.name[1:] for p in root.glob("patches/v*/base.toml")]
+    return sorted(found, key=lambda name: [*map(int, name.split("."))], reverse=True)
+
+
+def differing(newest: Base, base: Base) -> dict[str, Differences]:
+    """By patch file of `base` that changes other lines than the newest's: where."""
+    found = {
+        patch.name: difference(changes(newest.folder / patch.name), changes(patch))
+        for patch in base.patches()
+        if (newest.folder / patch.name).exists()
+    }
+    return {name: files for name, files in found.items() if files}
 
 
 def changes(patch: Path) -> Changes:
@@ -75,7 +81,7 @@ def changes(patch: Path) -> Changes:
     return found
 
 
-def difference(there: Changes, here: Changes) -> dict[str, tuple[int, int]]:
+def difference(there: Changes, here: Changes) -> Differences:
     """By file, the number of lines that only one changes; files alike are left out."""
     counts = {}
     for name in sorted(there.keys() | here.keys()):

@@ -7,13 +7,13 @@ import os
 
 from scripts.commands import Problem, command, locked, scratch
 from scripts.release import Base
-from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, export, git, run_git
+from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, export, git, made
 
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     with locked(args.root):
-        if run_git(base.tree, "rev-parse", "-q", "--verify", BASE_REF).returncode:
+        if not made(base.tree):
             raise Problem(f"there is no {base.tree} to export: 'make source' first.")
         patches = export(base.tree)
         files = dict(patches) | {"series": "".join(f"{n}\n" for n in patches).encode()}

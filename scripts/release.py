@@ -53,6 +53,10 @@ class Base:
     wheels: dict[str, Artifact]
     extensions: tuple[Extension, ...]
     tree: Path
+    absent: dict[str, str]
+    """Why a topic of the newest release is not there, by its patch file."""
+    differs: dict[str, str]
+    """Why a topic's patch changes other lines than the newest release's."""
 
     @classmethod
     def load(cls, root: Path, version: str) -> Base:
@@ -87,6 +91,8 @@ class Base:
                     for member, e in data.get("extension", {}).items()
                 ),
                 tree=root / data.get("tree", "vllm"),
+                absent=data.get("absent", {}),
+                differs=data.get("differs", {}),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise Problem(f"{path} is not a valid base: {error!r}") from error

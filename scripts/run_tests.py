@@ -13,9 +13,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 from scripts.commands import Problem, command
+from scripts.outcomes import outcomes
 from scripts.release import Base
 
 
@@ -76,11 +76,8 @@ def run(base: Base, suite: Suite, report: Path) -> Counter[str]:
     )  # fmt: skip
     counts = Counter[str]()
     if report.is_file():
-        for case in ElementTree.parse(report).iter("testcase"):
-            kinds = {child.tag for child in case}
-            failed = kinds & {"failure", "error"}
-            skipped = "skipped" in kinds
-            counts["failed" if failed else "skipped" if skipped else "passed"] += 1
+        for _, outcome in outcomes(report):
+            counts["failed" if outcome == "error" else outcome] += 1
     if done.returncode and not counts["failed"]:
         print(f"pytest ended with status {done.returncode}", file=sys.stderr)
         counts["failed"] += 1

@@ -68,6 +68,11 @@ def run_git(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         raise Problem("git was not found: install it (2.34 or newer).") from None
 
 
+def made(tree: Path) -> bool:
+    """Whether `make source` made it."""
+    return not run_git(tree, "rev-parse", "-q", "--verify", BASE_REF).returncode
+
+
 def git(tree: Path, *arguments: str) -> str:
     """Run git in ``tree`` and return what it printed.
 

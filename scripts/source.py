@@ -17,6 +17,7 @@ from scripts.series import (
     apply,
     export,
     git,
+    made,
     run_git,
 )
 
@@ -52,7 +53,7 @@ def keep(base: Base) -> bool:
         Problem: it holds work that is not in the patch files.
     """
     tree = base.tree
-    if run_git(tree, "rev-parse", "-q", "--verify", BASE_REF).returncode:
+    if not made(tree):
         raise Problem(f"{tree} was not made by 'make source': move it away.")
     if git(tree, "status", "--porcelain") or (tree / ".git/rebase-apply").exists():
         raise Problem(

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import tomllib
-
 import pytest
 
-from scripts.compare import changes, difference
+from scripts.compare import differing, releases
+from scripts.release import Base
 from tests.tools.project import ROOT
 
-PATCHES = ROOT / "patches"
-NEWEST, *OLDER = sorted(
-    (folder.name for folder in PATCHES.glob("v*")),
-    key=lambda name: [int(part) for part in name[1:].split(".")],
-    reverse=True,
-)
+NEWEST, *OLDER = (Base.load(ROOT, release) for release in releases(ROOT))
+older = pytest.mark.parametrize("base", OLDER, ids=lambda base: f"v{base.version}")
 
 
-def topics(release: str) -> list[str]:
-    return (PATCHES / release / "series").read_text().split()
+def topics(base: Base) -> list[str]:
+    return [patch.name for patch in base.patches()]
 
 
-@pytest.mark.parametrize("release", OLDER)
-def test_topics_of_an_older_release(release: str) -> None:
-    base = tomllib.loads((PATCHES / release / "base.toml").read_text())
-    absent: dict[str, str] = base.get("absent", {})
+@older
+def test_topics_of_an_older_release(base: Base) -> None:
+    absent = base.absent
     assert absent.keys() <= set(topics(NEWEST)) and all(absent.values())
-    assert topics(release) == [t for t in topics(NEWEST) if t not in absent]
+    assert topics(base) == [t for t in topics(NEWEST) if t not in absent]
 
 
-@pytest.mark.parametrize("release", OLDER)
-def test_what_differs_says_why(release: str) -> None:
+@older
+def test_what_differs_says_why(base: Base) -> None:
     """`make compare` shows it."""
-    base = tomllib.loads((PATCHES / release / "base.toml").read_text())
-    differs = [
-        topic
-        for topic in topics(release)
-        if difference(
-            changes(PATCHES / NEWEST / topic), changes(PATCHES / release / topic)
-        )
-    ]
-    assert list(base["differs"]) == differs and all(base["differs"].values())
+    assert list(base.differs) == list(differing(NEWEST, base))
+    assert all(base.differs.values())

@@ -1,0 +1,33 @@
+"""Tests chosen by name, and what became of them; needs the standard library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+
+def chosen(tests: Iterable[str]) -> list[str]:
+    """pytest's arguments for tests given as "file::function".
+
+    By name: a file that cannot be imported would keep named nodes from running. A name
+    takes those that it is a part of, too.
+    """
+    pairs = [test.partition("::") for test in tests]
+    files = sorted({file for file, _, _ in pairs})
+    names = sorted({name for _, _, name in pairs})
+    return ["--continue-on-collection-errors", "-k", " or ".join(names), *files]
+
+
+def outcomes(report: Path) -> Iterator[tuple[str, str]]:
+    """Name and outcome of each test of a JUnit report: passed, failed, skipped, or
+    "error" where it could not be run; a file that cannot be imported is one, too."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        name = case.get("name", "")
+        if "error" in kinds:
+            yield name, "error"
+        elif "failure" in kinds:
+            yield name, "failed"
+        else:
+            yield name, "skipped" if "skipped" in kinds else "passed"
