@@ -47,6 +47,7 @@ def _library() -> ctypes.CDLL:
         "vgpu_kernels": (unsigned, []),
         "vgpu_pinned": (size, [number]),
         "vgpu_calls": (size, [text]),
+        "vgpu_made": (unsigned, [text]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -117,6 +118,14 @@ def pinned_peak() -> int:
 def kernels() -> int:
     """Kernels this process launched (they did nothing)."""
     return int(_library().vgpu_kernels())
+
+
+def made(pattern: str) -> int:
+    """How often this process made implemented calls of that name or pattern.
+
+    The runtime's calls for memory are calls of the driver, too: count one or the other.
+    """
+    return int(_library().vgpu_made(pattern.encode()))
 
 
 def calls(name: str) -> int:

@@ -37,6 +37,17 @@ DEFAULTS: dict[str, Any] = {
     "alone": False,
     "llm": {},  # further arguments of LLM
 }
+# Of the driver; the runtime's are calls of these. The last waits for all that runs.
+CALLS = {
+    "malloc": "cuMemAlloc*",
+    "free": "cuMemFree*",
+    "create": "cuMemCreate",
+    "map": "cuMemMap",
+    "set access": "cuMemSetAccess",
+    "unmap": "cuMemUnmap",
+    "release": "cuMemRelease",
+    "synchronize": "cu*DeviceSynchronize",
+}
 
 
 def main() -> None:
@@ -125,14 +136,14 @@ def load(
 ) -> dict[str, Any]:
     """Serve requests in `limit` bytes.
 
-    "asked" has, for each step in which PyTorch asked the device for memory, the tokens
-    that were computed, retries, and calls of cudaMalloc and of cudaFree.
+    "asked" has, for each step that asked the device for memory, the tokens that were
+    computed and how often each of CALLS was made.
     """
     import torch
 
     from vgpu import control
 
-    last = calls(torch.cuda.memory_stats())
+    last = calls()
     steps = arrived = 0
     asked: list[list[int]] = []
     computed = count_computed(engine)
@@ -152,9 +163,9 @@ def load(
             computed.clear()
             engine.step()
             steps += 1
-            now = calls(torch.cuda.memory_stats())
+            now = calls()
             step = [n - b for n, b in zip(now, last, strict=True)]
-            if any(step):
+            if any(step[:-1]):
                 asked.append([sum(computed), *step])
             last = now
     except torch.OutOfMemoryError as error:
@@ -170,9 +181,11 @@ def load(
     return result | {"steps": steps, "asked": asked}
 
 
-def calls(stats: dict[str, int]) -> tuple[int, int, int]:
-    keys = "num_alloc_retries", "num_device_alloc", "num_device_free"
-    return stats[keys[0]], stats[keys[1]], stats[keys[2]]
+def calls() -> list[int]:
+    """How often the process made each of CALLS, as the device counts them."""
+    from vgpu import control
+
+    return [control.made(pattern) for pattern in CALLS.values()]
 
 
 def count_computed(engine: Any) -> list[int]:

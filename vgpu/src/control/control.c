@@ -2,6 +2,7 @@
 // same functions on the shared state.
 #include <string.h>
 
+#include "state/calls.h"
 #include "state/account.h"
 #include "state/names.h"
 
@@ -182,6 +183,9 @@ EXPORT int vgpu_reset_peak(int device) {
 EXPORT int vgpu_devices(void) { return state_init() ? config.devices : -1; }
 
 EXPORT uint64_t vgpu_kernels(void) { return state_init() && self ? self->kernels : 0; }
+
+// How often this process entered implemented calls whose names fit a pattern.
+EXPORT uint64_t vgpu_made(const char* pattern) { return calls_made(pattern); }
 
 // How often this process made a call that is not implemented.
 EXPORT int64_t vgpu_calls(const char* name) {

@@ -1,9 +1,11 @@
-// Counting calls that are not implemented.
+// Counting calls.
 #pragma once
 
 #include <cuda.h>
 #include <stdint.h>
 
+void call_made(const char* name);  // an implemented one; the name stays where it is
+uint64_t calls_made(const char* pattern);
 CUresult not_implemented(const char* name);  // counts it; NOT_SUPPORTED
 int call_error(const char* name);            // NOT_SUPPORTED in its library
 void call_count(uint32_t* counter);

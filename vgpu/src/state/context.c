@@ -3,6 +3,7 @@
 #include "state/context.h"
 
 #include "state/account.h"
+#include "state/calls.h"
 #include "state/driver.h"
 
 typedef struct CUctx_st {
@@ -51,6 +52,7 @@ static CUresult enter(const char* call, uint64_t size, bool needs_context) {
   CUresult error = usable(needs_context);
   if (error) return error;
   if (config.trace) message("%s(%lu)", call, size);
+  call_made(call);
   return injected(call, current_device(), size);
 }
 

@@ -1,0 +1,232 @@
+"""Random programs of a process in which an engine serves and its caller allocates.
+
+The argument is a JSON object: "programs", the number of them, "seed", the first one's,
+and "memory", bytes of the device that a program may take. A program mixes steps, loads
+(in the sleep-mode pool, too), sleep and wake-up, and a caller's tensors; every third has
+a thread that allocates and frees beside. A line a program says how it ended: it "lives",
+a step or load was "out of memory", or "harmed": PyTorch counts memory that the device
+has not, a tensor's contents changed, or a call failed otherwise, which ends the scenario.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
+import torch  # noqa: E402
+
+MIB = 2**20
+DEVICE = torch.device("cuda:0")
+
+
+def allocate(mib: int, fill: int | None = None) -> torch.Tensor:
+    """Both ends have the value `fill`, copied there: kernels do nothing."""
+    tensor = torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
+    if fill is not None:
+        for end in (tensor[:1], tensor[-1:]):
+            end.copy_(torch.tensor([fill], dtype=torch.uint8))
+    return tensor
+
+
+def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer of a Llama 8B allocates, freed as it is freed; what lives on."""
+
+    def features(number: int) -> torch.Tensor:
+        return torch.empty(tokens * number, dtype=torch.bfloat16, device=DEVICE)
+
+    residual, x = features(4096), features(4096)
+    normed = features(4096)
+    del x
+    qkv = features(6144)
+    del normed
+    attention = features(4096)
+    projected = features(4096)
+    del attention, qkv
+    normed = features(4096)
+    del projected
+    gate_up = features(28672)
+    del normed
+    activated = features(14336)
+    del gate_up
+    return residual, features(4096) if activated is not None else residual
+
+
+class Process:
+    """The engine's worker and its caller."""
+
+    def __init__(self, rng: random.Random, memory: int) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self.rng, self.memory = rng, memory
+        # A worker that has started, as far as its allocations go.
+        self.worker: Any = Worker.__new__(Worker)
+        self.worker.device, self.worker.serving_memory_limit = DEVICE, None
+        self.step_memory = getattr(
+            self.worker, "_serving_memory", contextlib.nullcontext
+        )
+        self.pool = CuMemAllocator.get_instance()
+        self.held: list[tuple[torch.Tensor, int]] = []
+        self.weights: list[tuple[torch.Tensor, int]] = []
+        self.asleep = False
+
+    def step(self) -> None:
+        tokens = self.rng.choice((64, 256, 2048, 8192))
+        tokens = self.rng.randrange(tokens // 8, tokens)
+        with self.step_memory():
+            for _ in range(3):
+                kept = layer(tokens)
+            del kept
+
+    def load(self) -> None:
+        """Transients, of which little stays."""
+        with self.worker._scoped_allocator_max_split(max_split_size_mb=20):
+            for _ in range(self.rng.randrange(1, 6)):
+                transient = allocate(self.rng.choice((30, 60, 200)))
+                self.hold(self.rng.choice((2, 12, 24)))
+                del transient
+
+    def load_asleep(self) -> None:
+        """What sleeps lies in a pool of its own."""
+        if self.asleep or self.weights:
+            return
+        own = {"own_pool": True} if has_own_pool(self.worker) else {}
+        with (
+            self.pool.use_memory_pool(tag="weights"),
+            self.worker._scoped_allocator_max_split(max_split_size_mb=20, **own),
+        ):
+            for _ in range(self.rng.randrange(1, 4)):
+                transient = allocate(self.rng.choice((30, 100)))
+                fill = self.rng.randrange(256)
+                self.weights.append((allocate(self.rng.choice((4, 24)), fill), fill))
+                del transient
+
+    def sleep_or_wake(self) -> None:
+        if self.asleep:
+            self.pool.wake_up()
+        elif self.weights:
+            self.pool.sleep(offload_tags=("weights",))
+        self.asleep = not self.asleep and bool(self.weights)
+
+    def hold(self, mib: int) -> None:
+        fill = self.rng.randrange(256)
+        self.held.append((allocate(mib, fill), fill))
+
+    def caller_allocates(self) -> None:
+        self.hold(self.rng.choice((2, 4, 12, 24, 40, 160)))
+
+    def caller_frees(self) -> None:
+        if self.held:
+            self.held.pop(self.rng.randrange(len(self.held)))
+
+    def caller_empties_the_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def check(self) -> None:
+        from vgpu import control
+
+        asleep = sum(t.nbytes for t, _ in self.weights) if self.asleep else 0
+        allocated = torch.accelerator.memory_allocated() - asleep
+        if allocated > control.process_used():
+            raise Harm("PyTorch counts memory that the device has not")
+        awake = [] if self.asleep else self.weights
+        for tensor, fill in self.held + awake:
+            if {int(tensor[0]), int(tensor[-1])} != {fill}:
+                raise Harm("contents changed")
+
+
+class Harm(Exception):
+    pass
+
+
+def has_own_pool(worker: Any) -> bool:
+    """The release has no such argument."""
+    import inspect
+
+    scope = inspect.signature(worker._scoped_allocator_max_split)
+    return "own_pool" in scope.parameters
+
+
+@contextlib.contextmanager
+def company(rng: random.Random) -> Iterator[None]:
+    """Another thread that allocates and frees."""
+    sizes = [rng.choice((1, 3, 12, 30)) for _ in range(64)]
+    stop = threading.Event()
+
+    def run() -> None:
+        held: list[torch.Tensor] = []
+        for i in range(10**9):
+            if stop.wait(0.0005):
+                break
+            with contextlib.suppress(torch.OutOfMemoryError):
+                held.append(allocate(sizes[i % len(sizes)]))
+            del held[: len(held) - 2]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def program(seed: int, memory: int) -> str:
+    rng = random.Random(seed)
+    process = Process(rng, memory)
+    actions: list[Callable[[], None]] = [
+        process.step, process.step, process.step, process.caller_allocates,
+        process.caller_allocates, process.caller_frees, process.load,
+        process.load_asleep, process.sleep_or_wake, process.caller_empties_the_cache,
+    ]  # fmt: skip
+    beside = company(random.Random(seed)) if seed % 3 == 0 else contextlib.nullcontext()
+    torch.cuda.set_per_process_memory_fraction(memory / total())
+    outcome = "lives"
+    with beside:
+        for _ in range(60):
+            action = rng.choice(actions)
+            try:
+                action()
+            except torch.OutOfMemoryError:
+                if action != process.caller_allocates:
+                    outcome = f"out of memory: {action.__name__}"
+                    break
+            process.check()
+    if process.asleep:
+        process.pool.wake_up()
+        process.asleep = False
+    process.check()
+    return outcome
+
+
+def total() -> int:
+    return int(torch.cuda.get_device_properties(DEVICE).total_memory)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    allocate(1)
+    for seed in range(asked["seed"], asked["seed"] + asked["programs"]):
+        harm = False
+        try:
+            outcome = program(seed, asked["memory"])
+        except Exception as error:  # whatever it is, no program may raise it
+            outcome, harm = f"harmed: {type(error).__name__}: {str(error)[:100]}", True
+        print("RESULT " + json.dumps({"seed": seed, "outcome": outcome}), flush=True)
+        if harm:
+            os._exit(0)
+        gc.collect()
+        torch.accelerator.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
