@@ -283,6 +283,32 @@ def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
     assert reports[0]["left"] >= reports[0]["lost_to_other_ranks"] - 4 * MIB
 
 
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_refused_on_the_smaller_device(vllm: str, tmp_path: Path) -> None:
+    """A request of the longest length fits beside one rank and not the other: each
+    profiles what the other does."""
+    case = {
+        "environment": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
+        "llm": TP2 | {"max_model_len": 600_000},
+    }
+    (engine,) = ranks([case], vllm, tmp_path, second='memory = "2GiB"')["every"]
+    assert engine["outcome"] == "ValueError", engine
+    assert "KV cache is needed" in engine["error"] and not engine["left"]
+
+
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_explicit_kv_cache_of_a_stage(vllm: str, tmp_path: Path) -> None:
+    """A stage with one of four layers needs a third of what the other does."""
+    case = {
+        "environment": {"VLLM_PP_LAYER_PARTITION": "3,1"},
+        "llm": PP2 | {"kv_cache_memory_bytes": 5 * GIB // 2},
+        "generate": 4,
+    }
+    (engine,) = ranks([case], vllm, tmp_path, second='memory = "2GiB"')["every"]
+    assert engine["outcome"] == "started", engine
+    assert engine["blocks"] == 54613 and engine["tokens"] == [4] * 4
+
+
 @full
 def test_ranks_profile_as_many_sequences(tmp_path: Path) -> None:
     """Of a hybrid, whose KV cache holds fewer sequences than are scheduled, and fewer
