@@ -1,0 +1,28 @@
+"""Pinned host memory of device 1, dropped by a thread whose current device is 0."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+
+def main() -> None:
+    import torch
+    from vllm.device_allocator.host_memory import empty_host_tensor
+
+    from vgpu import control
+
+    torch.cuda.set_device(1)
+    torch.zeros(1, device="cuda")
+    held = [empty_host_tensor(4096)]
+    pinned = [control.pinned()]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    pinned.append(control.pinned())
+    contexts = [control.process_used(device) for device in (0, 1)]
+    print("RESULT " + json.dumps({"contexts": contexts, "pinned": pinned}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
