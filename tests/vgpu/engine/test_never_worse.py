@@ -343,3 +343,17 @@ def test_the_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
     assert official["served"].startswith("out of memory")
     assert ours["outcome"] == "started" and ours["within"], ours
     assert ours["served"] == "lives"
+
+
+def test_a_hybrid_has_its_kv_cache_with_more_sequences(tmp_path: Path) -> None:
+    """A prefill copies the states of a group of them, 2 MiB each, several times. What a
+    sequence takes of the sampler is less than half a MiB."""
+    hybrid = BATCHES["hybrid"]
+    cases = [
+        case(True, 0.7, **hybrid | {"llm": hybrid["llm"] | {"max_num_seqs": number}})
+        for number in (32, 256)
+    ]
+    few, many = starts(cases, "envelope", tmp_path, SMALL)
+    assert few["outcome"] == many["outcome"] == "started"
+    assert few["within"] and many["within"]
+    assert few["kv"] - many["kv"] < (256 - 32) * MIB // 2
