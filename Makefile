@@ -69,8 +69,8 @@ test: vgpu envelope overlay  ## what shows that it works, in minutes
 	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
 
 test-all: vgpu envelope overlay ray check  ## everything
-	@$(MAKE) -s vgpu BASE=$(OLDER)
-	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
+	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
+	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER) starts@$(OLDER)
 
 test-long: vgpu envelope ray  ## what takes too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long

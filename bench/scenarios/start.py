@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
     # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
     "flashinfer_tactic": {},
+    "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
     "workspace": 0,  # what the first batch makes attention's metadata builder hold
     "folder": "",  # where the model is written, which compile caches are keyed by
     "environment": {},  # variables; they are read as torch and vLLM are imported
@@ -214,6 +215,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         count_unique_on_host()
     if case["workspace"]:
         hold_as_built(case["workspace"])
+    if case["graph_support"]:
+        support_graphs(case["graph_support"])
     if case["flashinfer_tactic"]:
         from bench.scenarios import tactic
 
@@ -289,6 +292,14 @@ def hold_as_built(size: int) -> None:
         return build(self, *arguments, **options)
 
     TritonAttentionMetadataBuilder.build = building
+
+
+def support_graphs(which: str) -> None:
+    """As other backends of attention do, whose kernels do not run here."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    TritonAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport[which]
 
 
 def memory(worker: Any) -> dict[str, int]:
