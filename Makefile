@@ -10,7 +10,7 @@ RUN = .venv/bin/python -m $(1) --base $(BASE)
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
-  envelope test test-all test-long topics lint bench bench-load \
+  envelope device test test-all test-long topics lint bench bench-load \
   bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -71,6 +71,9 @@ test: vgpu envelope overlay  ## what shows that it works, in minutes
 test-all: vgpu envelope overlay ray check  ## everything
 	@$(MAKE) -s vgpu BASE=$(OLDER)
 	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER)
+
+device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
+	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
 
 test-long: vgpu envelope ray  ## what takes too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long

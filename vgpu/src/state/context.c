@@ -29,6 +29,7 @@ static CUresult context_make(int ordinal) {
     if (charge(device, (int64_t)config.device[device].context, "context")) {
       context->ordinal = ordinal;
       context->made = true;
+      __atomic_fetch_or(&self->contexts, 1u << device, __ATOMIC_RELAXED);
     } else {
       error = CUDA_ERROR_OUT_OF_MEMORY;
     }

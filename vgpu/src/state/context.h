@@ -45,3 +45,13 @@ CUresult drv_enter(const char* call, uint64_t size, bool needs_context);
     if (entered) return entered;                      \
   } while (0)
 #define RT(error) return rt_leave((cudaError_t)(error))
+// A call that the runtime and the driver have.
+#define BOTH(rt, drv, rt_parameters, drv_parameters, action) \
+  EXPORT cudaError_t rt rt_parameters {                      \
+    RT_ENTER(0);                                             \
+    RT(action);                                              \
+  }                                                          \
+  EXPORT CUresult drv drv_parameters {                       \
+    DRV_ENTER(0);                                            \
+    return action;                                           \
+  }

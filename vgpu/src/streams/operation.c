@@ -53,6 +53,7 @@ static Node* graph_add(Graph* graph, const Operation* operation) {
 void graph_empty(Graph* graph) {
   for (size_t i = 0; i < graph->nodes; i++) free(graph->node[i]);
   free(graph->node);
+  kept_release(&graph->kept);
 }
 
 CUresult capture_add(Stream* stream, const Operation* operation) {

@@ -142,16 +142,6 @@ static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
 
 // ---- the calls, runtime and driver
 
-#define BOTH(rt, drv, rt_parameters, drv_parameters, action) \
-  EXPORT cudaError_t rt rt_parameters {                      \
-    RT_ENTER(0);                                             \
-    RT(action);                                              \
-  }                                                          \
-  EXPORT CUresult drv drv_parameters {                       \
-    DRV_ENTER(0);                                            \
-    return action;                                           \
-  }
-
 BOTH(cudaStreamCreateWithFlags, cuStreamCreate, (cudaStream_t * s, unsigned flags),
      (CUstream * s, unsigned flags), stream_create(s, flags, 0))
 BOTH(cudaStreamCreateWithPriority, cuStreamCreateWithPriority,

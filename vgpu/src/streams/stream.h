@@ -25,9 +25,19 @@ typedef struct CUgraphNode_st {
   Operation operation;
 } Node;
 
+// References to user objects.
+typedef struct {
+  struct {
+    struct CUuserObject_st* object;
+    uint64_t references;
+  }* of;
+  size_t n;
+} Kept;
+
 typedef struct CUgraph_st {
   Node** node;
   size_t nodes, room;
+  Kept kept;
 } Graph;
 
 typedef struct CUstream_st {
@@ -58,6 +68,11 @@ bool stream_is_default(const void* handle);
 CUresult stream_run(void* stream, const Operation* operation);
 CUresult capture_add(Stream* stream, const Operation* operation);
 void graph_empty(Graph* graph);
+
+// ---- user_object.c
+
+void kept_copy(Kept* to, const Kept* from);
+void kept_release(Kept* kept);
 
 // ---- module.c
 
