@@ -11,7 +11,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
   envelope device test test-all test-long topics lint bench bench-load \
-  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
+  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -106,9 +106,13 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench.fragmentation)
 
+slice: vgpu envelope  ## HAMI=libvgpu.so: what holds below it; ONLY=text SIZE=4GiB
+	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \
+	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
+
 plan: .venv/ready  ## MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
 	@$(call RUN,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
-	  $(if $(FLAGS),--flags='$(FLAGS)') $(if $(RELEASE),--release $(RELEASE)) \
+	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
 	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
 	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
 	  $(if $(SVG),--svg "$(SVG)")
