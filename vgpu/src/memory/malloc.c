@@ -164,5 +164,6 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
 EXPORT CUresult cuMemFree(CUdeviceptr address) {
   DRV_ENTER(0);
   CUresult error = unsafe_call();
+  if (!error) error = finish_device();
   return error ? error : memory_free(address);
 }

@@ -10,6 +10,8 @@ typedef struct CUctx_st {
   bool made;
 } Context;
 
+CUresult (*finish_device)(void);
+
 static __thread Context* current;
 static __thread int ordinal_set;
 static Context contexts[MAX_DEVICES];
