@@ -103,7 +103,7 @@ def below(
     python, ours = environment_of(base)
     if scenario == "start":
         # FlashInfer is not there, and what is asked for is what the slice has.
-        llm = {"gpu_memory_utilization": 0.9} | case.get("llm", {})
+        llm = {"gpu_memory_utilization": 0.6} | case.get("llm", {})
         case = {"generate": 2} | case | {"llm": llm}
     paths = [*([ours] if site == "envelope" else []), base.root]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

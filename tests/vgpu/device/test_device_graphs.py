@@ -120,6 +120,7 @@ def test_math_handles_and_modules_cost_what_is_configured() -> None:
     gpu = Cuda()
     handle = gpu.new("cublasCreate_v2")
     assert gpu.used() == 8 * MIB
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     assert gpu.used() == 10 * MIB
     assert gpu.call("cuModuleUnload", module) == OK
@@ -168,6 +169,7 @@ def test_a_first_graph_that_does_not_fit_is_refused() -> None:
 @pytest.mark.vgpu(memory="1GiB", module="2MiB", kernel="1MiB")
 def test_a_kernel_is_charged_when_it_is_first_launched() -> None:
     gpu = Cuda()
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     first, second = (
         gpu.new("cuModuleGetFunction", module, name) for name in (b"a", b"b")
@@ -206,6 +208,7 @@ def test_a_kernel_hook_writes_through_an_argument() -> None:
 def launch_with_argument() -> bytes:
     gpu = Cuda()
     _, address = gpu.malloc(G)
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     kernel = gpu.new("cuModuleGetFunction", module, b"_count_tokens")
     pointer, count = c_uint64(address), c_int(3)

@@ -267,8 +267,8 @@ EXPORT cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long* id) {
 EXPORT CUresult cuStreamGetCtx(CUstream s, CUcontext* context) {
   DRV_ENTER(0);
   if (!stream_is(s)) return CUDA_ERROR_INVALID_HANDLE;
-  return cuDevicePrimaryCtxRetain(
-      context, stream_is_default(s) ? current_ordinal() : s->ordinal);
+  *context = context_of(stream_is_default(s) ? current_ordinal() : s->ordinal);
+  return CUDA_SUCCESS;
 }
 
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
