@@ -10,8 +10,8 @@ RUN = .venv/bin/python -m $(1) --base $(BASE)
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
-  envelope test test-all test-long topics lint bench bench-load \
-  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan plan gpu calibrate bundle results-page
+  envelope device test test-all test-long topics lint bench bench-load \
+  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -72,6 +72,9 @@ test-all: vgpu envelope overlay ray check  ## everything
 	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
 	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER) starts@$(OLDER)
 
+device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
+	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
+
 test-long: vgpu envelope ray  ## what takes too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long
 
@@ -103,9 +106,13 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench.fragmentation)
 
+slice: vgpu envelope  ## HAMI=libvgpu.so: what holds below it; ONLY=text SIZE=4GiB
+	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \
+	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
+
 plan: .venv/ready  ## MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
 	@$(call RUN,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
-	  $(if $(FLAGS),--flags='$(FLAGS)') $(if $(RELEASE),--release $(RELEASE)) \
+	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
 	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
 	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
 	  $(if $(SVG),--svg "$(SVG)")

@@ -103,6 +103,12 @@ class Plan:
     def tokens(self) -> int:
         return int(self.result.get("kv_tokens", 0))
 
+    @property
+    def weights_fit(self) -> bool:
+        """False: they alone are more than what is requested."""
+        weights = self.result.get("weights") or 0
+        return self.fits or weights <= self.result.get("requested", weights)
+
     def in_short(self) -> str:
         if not self.fits:
             return f"does not fit ({why(self.result)})"
@@ -280,6 +286,12 @@ def plainly(error: str) -> str:
 
 
 def why(result: Mapping[str, Any]) -> str:
-    """The first sentence or two of vLLM's own words."""
+    """The first sentence or two of vLLM's own words, if the weights are not it."""
+    weights, requested = (result.get(key) or 0 for key in ("weights", "requested"))
+    if weights > requested > 0:
+        return (
+            f"the weights of a card take {weights / GIB:.2f} GiB, more than the "
+            f"{requested / GIB:.2f} GiB requested"
+        )
     text = " ".join(str(result["error"]).split())
     return text if len(text) < 300 else text[:297] + "..."

@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import memory_picture
-from bench.foresee import Asked, Plan, Release, foresee
+from bench.foresee import Asked, Plan, Release, foresee, ranks
 from bench.plan_tables import SWEPT_HEAD, beside, swept_row, table, verdict
 from scripts.commands import Problem, command, write_whole
 from vgpu import config as vgpu_config
 
-NUMBERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+# As `vllm serve` reads them in its own flags.
+NUMBERS = {"": 1, "k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
+# Of a request, weights may take at most this; the rest is for what serving needs.
+MOST_WEIGHTS = 0.95
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -243,14 +246,14 @@ def model_folder(given: str, folder: Path) -> str:
 
 
 def number(text: str) -> int:
-    """8k is 8192.
+    """8k is 8000 and 8K is 8192.
 
     Raises:
         Problem: it is no number.
     """
-    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     if not match:
-        raise Problem(f"--sweep: {text!r} is no number (as 8k or 8192).")
+        raise Problem(f"--sweep: {text!r} is no number (as 8K or 8192).")
     return int(match[1]) * NUMBERS[match[2]]
 
 
@@ -264,7 +267,7 @@ def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
     name = name.strip().removeprefix("--")
     if not values:
         raise Problem(
-            f"--sweep {sweep}: write max-model-len=8k..128k or gpu=l40s,h100."
+            f"--sweep {sweep}: write max-model-len=8K..128K or gpu=l40s,h100."
         )
     if name == "gpu":
         chosen = cards() if values == "all" else [card(v) for v in values.split(",")]
@@ -296,11 +299,19 @@ def memory_of(gpu: str) -> int:
 def changes(plan: Plan) -> Iterator[list[str]]:
     """Flags that may make it fit, the cheapest first."""
     given = " ".join(plan.asked.flags).replace("_", "-")
+    if not plan.weights_fit:
+        yield from smaller_weights(plan, given)
+        return
     error = plan.result["error"]
     if found := re.search(r"maximum model length is (\d+)", error):
         yield ["--max-model-len", found[1]]
-    explicit = re.search(r"gpu-memory-(limit|utilization)[ =]([\d.]+)", given)
-    if explicit is None or (explicit[1] == "utilization" and float(explicit[2]) < 0.97):
+    explicit = re.search(r"gpu-memory-utilization[ =]([\d.]+)", given)
+    if "gpu-memory-limit-bytes" in given:
+        total, requested = (plan.result.get(k, 0) for k in ("total", "requested"))
+        held = plan.result.get("non_torch_before", 0)
+        if requested + held < (most := int(total * 0.97)):
+            yield ["--gpu-memory-limit-bytes", str(most)]
+    elif explicit is None or float(explicit[1]) < 0.97:
         yield ["--gpu-memory-utilization", "0.97"]
     if plan.result.get("max_num_seqs", 0) > 64 and "max-num-batched" not in given:
         yield ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
@@ -312,11 +323,33 @@ def changes(plan: Plan) -> Iterator[list[str]]:
         yield ["--quantization", "fp8"]
 
 
+def smaller_weights(plan: Plan, given: str) -> Iterator[list[str]]:
+    """Weights in 8 bits, and as few more cards as hold them, if those would fit."""
+    weights, room = plan.result["weights"], plan.result["requested"] * MOST_WEIGHTS
+    halves = "quantization" not in given and not quantized(plan.asked.model)
+    if halves and weights / 2 <= room:
+        yield ["--quantization", "fp8"]
+    if "pipeline-parallel" in given or "-pp" in given:
+        return
+    now, config = ranks(plan.asked.flags), config_of(plan.asked.model)
+    config = config.get("text_config", config)
+    for cards in 2, 4, 8, 16:
+        splits = config.get("num_attention_heads", cards) % cards == 0
+        if cards > now and splits and weights * now / cards <= room:
+            yield ["--tensor-parallel-size", str(cards)]
+            return
+
+
 def quantized(model: str) -> bool:
+    config = config_of(model)
+    return not config or "quantization_config" in config  # or unknown
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """Empty: it is on the hub."""
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads((Path(model) / "config.json").read_text())
-        return "quantization_config" in told
-    return True  # unknown
+        return dict(json.loads((Path(model) / "config.json").read_text()))
+    return {}
 
 
 if __name__ == "__main__":

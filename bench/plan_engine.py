@@ -9,6 +9,7 @@ and ends with "RESULT" and one JSON object; sizes in bytes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -135,7 +136,14 @@ def watch(result: dict[str, Any], told: Path) -> None:
                 return method(worker, *args, **options)
             print(f"PHASE {PHASES[name]}", flush=True)
             result["phase"] = PHASES[name]
-            done = method(worker, *args, **options)
+            try:
+                done = method(worker, *args, **options)
+            except Exception as error:
+                if name == "load_model":
+                    result["weights"] = weights_of(worker.vllm_config, error)
+                if worker.parallel_config.world_size > 1:
+                    told.write_text(json.dumps(result))
+                raise
             if after is not None:
                 after(worker, done)
             if worker.parallel_config.world_size > 1:
@@ -217,6 +225,28 @@ def watch(result: dict[str, Any], told: Path) -> None:
     gpu_worker.memory_profiling = measured
     for runner in runners():
         record_capture(runner, result)
+
+
+def weights_of(config: Any, error: BaseException) -> int | None:
+    """What the parameters of a model take that did not fit; None: nobody knows."""
+    import torch
+
+    traceback.clear_frames(error.__traceback__)  # they hold what was loaded
+    gc.collect()
+    torch.accelerator.empty_cache()
+    with contextlib.suppress(Exception):
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        dtype = torch.get_default_dtype()
+        config.compilation_config.static_forward_context.clear()
+        torch.set_default_dtype(config.model_config.dtype)
+        try:
+            with torch.device("meta"):
+                model = initialize_model(vllm_config=config)
+        finally:
+            torch.set_default_dtype(dtype)
+        return sum(int(parameter.nbytes) for parameter in model.parameters())
+    return None
 
 
 def account(first: Any, result: dict[str, Any]) -> dict[str, Any]:

@@ -224,6 +224,10 @@ def asked(run: dict[str, Any], root: Path, release: Release, folder: Path) -> As
     model.mkdir()
     config = json.loads((root / DATA / run["config_file"]).read_text())
     merge(config, run.get("config_added", {}))
+    # What is not in the config was asked for.
+    quantization = run.get("quantization", "None")
+    if quantization != "None" and "quantization_config" not in config:
+        flags += ["--quantization", quantization]
     (model / "config.json").write_text(json.dumps(config))
     processor = root / DATA / "processors" / config["model_type"]
     if processor.is_dir():

@@ -43,7 +43,10 @@ SUITES = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "suites", nargs="+", metavar="SUITE[@RELEASE]", help=" ".join(SUITES)
+        "suites",
+        nargs="+",
+        metavar="SUITE[@RELEASE]",
+        help=f"{' '.join(SUITES)}; RELEASE: of vLLM, or torch-VERSION",
     )
 
 
@@ -54,10 +57,17 @@ def main(args: argparse.Namespace) -> None:
         name, _, release = asked.partition("@")
         if name not in SUITES:
             raise Problem(f"there is no suite {name}: {', '.join(SUITES)}.")
-        base = Base.load(args.root, release or args.base)
+        if SUITES[name].tools:
+            environment = ".venv"
+        elif release.startswith("torch-"):
+            environment = f".venv-{release}"
+        else:
+            version = Base.load(args.root, release or args.base).version
+            environment = f".venv-vllm-{version}"
         print(f"\n== {asked}: {SUITES[name].folder}", flush=True)
         start = time.monotonic()
-        counts = run(base, SUITES[name], base.root / f"build/tests/{asked}.xml")
+        report = args.root / f"build/tests/{asked}.xml"
+        counts = run(args.root, environment, SUITES[name], report)
         total += counts
         rows.append(f"{asked:16} {said(counts)}, {minutes(time.monotonic() - start)}")
     print(f"\n== {minutes(time.monotonic() - began)}", *rows, sep="\n")
@@ -66,15 +76,14 @@ def main(args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def run(base: Base, suite: Suite, report: Path) -> Counter[str]:
+def run(root: Path, environment: str, suite: Suite, report: Path) -> Counter[str]:
     """The number of tests by outcome; a run that ends early is a failure too."""
-    environment = ".venv" if suite.tools else f".venv-vllm-{base.version}"
     report.unlink(missing_ok=True)
     done = subprocess.run(
-        [base.root / environment / "bin/python", "-m", "pytest", "-v", "-n", "2",
+        [root / environment / "bin/python", "-m", "pytest", "-v", "-n", "2",
          "--dist", "worksteal", "-o", "console_output_style=count", "--durations=25",
          "-m", suite.marked, f"--junitxml={report}", suite.folder],
-        cwd=base.root,
+        cwd=root,
     )  # fmt: skip
     counts = Counter[str]()
     if report.is_file():

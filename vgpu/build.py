@@ -36,6 +36,9 @@ CUDA_NAME = re.compile(
     r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*|nccl[A-Z]\w*"
 )
 LATE_STUBS = 256
+# What finds NVML's calls at run time: its binding, PyTorch, and CUPTI, which comes
+# with every PyTorch and knows most of nvml.h.
+NVML_USERS = ("**/pynvml.py", "torch/lib/libc10_cuda.so", "nvidia/**/libcupti.so*")
 
 # Success with no effect is the truth for these; --strict makes them errors.
 IGNORED = re.compile(
@@ -196,13 +199,18 @@ def compile_flags(headers: Headers, work: Path) -> list[str]:
 
 
 def _link(
-    compiler: str, headers: Headers, sources: Iterable[Path], output: Path
+    compiler: str,
+    headers: Headers,
+    sources: Iterable[Path],
+    output: Path,
+    aliases: dict[str, str] | None = None,
 ) -> None:
     _run(
         [
             *compiler.split(),
             *compile_flags(headers, output.parent),
             *("-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"),
+            *(f"-Wl,--defsym={a}={name}" for a, name in (aliases or {}).items()),
             *("-o", str(output), *(str(s) for s in sources)),
             *("-ldl", "-lpthread"),
         ]
@@ -256,14 +264,35 @@ def _declared(headers: Headers) -> set[str]:
     return {n for n in names if CUDA_NAME.fullmatch(n) and not constants.fullmatch(n)}
 
 
-def _nvml_names() -> set[str]:
-    """The calls that the environment's own NVML binding knows."""
-    names: set[str] = set()
-    for path in site_packages().glob("**/pynvml.py"):
-        names.update(
-            re.findall(r"\"(nvml[A-Z]\w+)\"", path.read_text(errors="replace"))
-        )
+def _per_thread(headers: Headers) -> dict[str, str]:
+    """Names of calls for programs whose default stream is the thread's, each with its
+    call: there is one default stream here."""
+    names: dict[str, str] = {}
+    for header in ("cuda.h", "cuda_runtime_api.h"):
+        path = next(f / header for f in headers.folders if (f / header).exists())
+        text = path.read_text(errors="replace")
+        for kind, name in re.findall(r"__CUDA(?:RT)?_API_PT(DS|SZ)\((cu\w+)\)", text):
+            names[f"{name}_pt{kind.lower()}"] = name
     return names
+
+
+def _nvml_names() -> set[str]:
+    """The calls that what is installed looks up by their names, and those of nvml.h
+    if a package has it. A call in version 3 exists in the versions before."""
+    names: set[bytes] = set()
+    for pattern in NVML_USERS:
+        for path in site_packages().glob(pattern):
+            names.update(
+                re.findall(rb"[\0\"](nvml[A-Z]\w+)(?=[\0\"])", path.read_bytes())
+            )
+    for path in site_packages().glob("nvidia/*/include/nvml.h"):
+        names.update(re.findall(rb"\b(nvml[A-Z]\w+) *\(", path.read_bytes()))
+    result = {n.decode() for n in names if not n.endswith((b"_t", b"_st", b"_enum"))}
+    for name in list(result):
+        call, _, newest = name.rpartition("_v")
+        if newest.isdecimal() and int(newest) > 1:
+            result |= {call, *(f"{call}_v{n}" for n in range(2, int(newest)))}
+    return result
 
 
 def _nccl_names() -> set[str]:
@@ -368,9 +397,12 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     wanted = imported | _declared(headers) | _nvml_names() | _nccl_names()
     versions = _versions(headers)
     wanted |= {symbol for _, _, symbol in versions}
-    stubs = sorted(wanted - implemented)
+    per_thread = _per_thread(headers)
+    wanted |= set(per_thread.values())
+    per_thread = {a: n for a, n in per_thread.items() if a not in implemented}
+    stubs = sorted(wanted - implemented - per_thread.keys())
     sources += write_stubs(generated, stubs, versions)
-    _link(compiler, headers, sources, library)
+    _link(compiler, headers, sources, library, per_thread)
     aliases[NCCL] = set()
     for soname, names in sorted(aliases.items()):
         _alias(compiler, folder, soname, names)

@@ -187,6 +187,9 @@ RUN_KEYS = (
     "trace",
     "driver_version",
     "synchronize_us",
+    "streams_behind",
+    "behind_queries",
+    "behind_us",
     "timeline",
     "report",
     "nvml",
@@ -194,6 +197,15 @@ RUN_KEYS = (
     "inject",
     "moves",
     "hooks",
+)
+NUMBERS = (
+    "strict",
+    "trace",
+    "driver_version",
+    "synchronize_us",
+    "streams_behind",
+    "behind_queries",
+    "behind_us",
 )
 INJECT_KEYS = ("call", "device", "nth", "over", "times", "error")
 MOVE_KEYS = ("device", "bytes", "at_allocation", "at_phase")
@@ -275,7 +287,7 @@ class Configuration:
     def lines(self) -> str:
         """The text the library reads: lines "key value"."""
         out = [f"devices {len(self.devices)}"]
-        for key in ("strict", "trace", "driver_version", "synchronize_us"):
+        for key in NUMBERS:
             out.append(f"{key} {int(self.run[key])}")
         for key in ("timeline", "report"):
             if self.run.get(key):
@@ -448,6 +460,9 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
             values.get("driver_version", 13000), "driver_version"
         ),
         "synchronize_us": _integer(values.get("synchronize_us", 0), "synchronize_us"),
+        "streams_behind": _flag(values.get("streams_behind", False), "streams_behind"),
+        "behind_queries": _integer(values.get("behind_queries", 16), "behind_queries"),
+        "behind_us": _integer(values.get("behind_us", 0), "behind_us"),
         "nvml_absent": nvml == "absent",
         # The first that matches counts.
         "nvml_error": _nvml_errors(own_errors) + profile_errors,

@@ -128,6 +128,12 @@ def made(pattern: str) -> int:
     return int(_library().vgpu_made(pattern.encode()))
 
 
+def finish(stream: int = 0) -> None:
+    """Let a stream do all that it was given (`streams_behind`); 0: the default one."""
+    if error := _library().vgpu_finish(ctypes.c_void_p(stream)):
+        raise ValueError(f"stream {stream:#x}: error {error}")
+
+
 def calls(name: str) -> int:
     """How often this process made a call that is not implemented."""
     return int(_library().vgpu_calls(name.encode()))

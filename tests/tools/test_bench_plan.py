@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import plan, published_runs
+from bench import foresee, plan, published_runs
 from scripts.commands import REPOSITORY
 
 GIB = 1 << 30
@@ -87,3 +87,20 @@ def test_every_run_has_its_config_and_a_card() -> None:
         assert (folder / run["config_file"]).is_file()
         card = next(c for word, c in published_runs.CARDS.items() if word in run["gpu"])
         assert card in plan.cards()
+
+
+def test_a_quantization_that_no_config_says_is_passed_on(tmp_path: Path) -> None:
+    run = RUN | {
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "config_file": "configs/meta-llama--Llama-3.1-8B-Instruct.json",
+    }
+    release = foresee.Release(tmp_path, "0.33.0", None)
+
+    def flags(name: str, **changed: Any) -> tuple[str, ...]:
+        (folder := tmp_path / name).mkdir()
+        return published_runs.asked(run | changed, REPOSITORY, release, folder).flags
+
+    assert flags("asked", quantization="fp8") == ("--quantization", "fp8")
+    assert flags("none", quantization="None") == ()
+    said = {"quantization_config": {"quant_method": "fp8"}}
+    assert flags("said", quantization="fp8", config_added=said) == ()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.foresee import Asked, Plan, Release, why
+from bench.plan import changes, number
+from scripts.commands import REPOSITORY
 from tests.tools.project import module
+
+GIB = 1 << 30
 
 MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CASES = {
@@ -22,15 +29,15 @@ CASES = {
     "quotes": (["--model", "{model}", "--gpu", "h100", "--flags=a 'b"], "--flags: No"),
     "sweep of nothing": (
         ["--model", "{model}", "--gpu", "h100", "--sweep", "max-model-len"],
-        "write max-model-len=8k..128k or gpu=",
+        "write max-model-len=8K..128K or gpu=",
     ),
     "empty sweep": (
-        ["--model", "{model}", "--gpu", "h100", "--sweep", "max-model-len=8k..4k"],
+        ["--model", "{model}", "--gpu", "h100", "--sweep", "max-model-len=8K..4K"],
         "8192 to 4096 is empty",
     ),
     "sweep of words": (
         ["--model", "{model}", "--gpu", "h100", "--sweep", "max-model-len=a..b"],
-        "'a' is no number (as 8k or 8192)",
+        "'a' is no number (as 8K or 8192)",
     ),
     "no report": (["--report", "none"], "none: No such file"),
     "another report": (["--report", "{model}"], "as VLLM_STARTUP_MEMORY_REPORT writes"),
@@ -68,3 +75,61 @@ def test_no_environment_says_what_makes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: 'make .venv-vllm-0.33.0/ready' first.\n"
+
+
+def plan(folder: Path, *flags: str, config: dict[str, Any], **result: Any) -> Plan:
+    (folder / "config.json").write_text(json.dumps(config))
+    release = Release(folder, "0.33.0", None)
+    told = {"outcome": "OutOfMemoryError", "error": "CUDA out of memory.", **result}
+    return Plan(Asked(release, str(folder), "h100", flags), told)
+
+
+def test_weights_that_do_not_fit_are_halved_or_split(tmp_path: Path) -> None:
+    """Nothing else is tried: a shorter request makes no weights smaller."""
+    asked = {"total": 24 * GIB, "requested": 20 * GIB}
+    config = MODEL | {"num_attention_heads": 12}
+
+    def tried(weights: int, *flags: str, **more: object) -> list[str]:
+        of = plan(
+            tmp_path, *flags, config=config | more, weights=weights * GIB, **asked
+        )
+        assert f"take {weights}.00 GiB, more than the 20.00 GiB" in why(of.result)
+        return [" ".join(change) for change in changes(of)]
+
+    fp8, cards = "--quantization fp8", "--tensor-parallel-size "
+    assert tried(30) == [fp8, cards + "2"]
+    assert tried(60) == [cards + "4"]
+    assert tried(30, "--quantization", "fp8") == [cards + "2"]
+    assert tried(30, quantization_config={}) == [cards + "2"]
+    assert tried(30, "-tp", "2") == [fp8, cards + "4"]
+    assert tried(90) == []  # 8 cards do not split 12 heads
+
+
+def test_a_limit_in_bytes_is_raised(tmp_path: Path) -> None:
+    """It bounds what a larger fraction would allow."""
+
+    def first(limit: int) -> list[str]:
+        of = plan(
+            tmp_path, "--gpu-memory-limit-bytes", str(limit * GIB), config=MODEL,
+            total=100 * GIB, requested=(limit - 1) * GIB, non_torch_before=GIB,
+        )  # fmt: skip
+        return next(changes(of))
+
+    assert first(20) == ["--gpu-memory-limit-bytes", str(97 * GIB)]
+    assert first(98) == ["--enforce-eager"]
+
+
+def test_numbers_are_those_of_vllm_serve() -> None:
+    assert [number(n) for n in ("32k", "32K", "1m", "1M", "7")] == [
+        32000, 32768, 1000**2, 1 << 20, 7,
+    ]  # fmt: skip
+
+
+def test_flags_survive_the_shell() -> None:
+    """Quotes of either kind, as JSON has them."""
+    flags = """--hf-overrides '{"a": 1}' --x "it's" """
+    done = subprocess.run(
+        ["make", "-s", "-o", ".venv/ready", "plan", f"FLAGS={flags}", "RUN=printf %s"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"--flags={flags}"

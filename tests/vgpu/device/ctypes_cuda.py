@@ -40,6 +40,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.lib = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> int:
         return int(getattr(self.lib, name)(*arguments))

@@ -281,6 +281,9 @@ def test_entry_points_by_name_and_version() -> None:
     from vgpu import control
 
     assert control.calls("cuNobodyKnowsThis") == 1
+    for call in "cuLaunchKernel_ptsz", "cudaMemcpyAsync_ptsz", "cuMemcpyHtoD_v2_ptds":
+        plain = ctypes.cast(getattr(gpu.lib, call[:-5]), c_void_p).value
+        assert ctypes.cast(getattr(gpu.lib, call), c_void_p).value == plain
 
 
 @pytest.mark.vgpu(memory="1GiB", integrated=True)

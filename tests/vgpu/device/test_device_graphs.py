@@ -9,6 +9,7 @@ import pytest
 
 from tests.vgpu.device.ctypes_cuda import (
     ILLEGAL_ADDRESS,
+    INVALID_VALUE,
     MIB,
     OK,
     OUT_OF_MEMORY,
@@ -119,6 +120,7 @@ def test_math_handles_and_modules_cost_what_is_configured() -> None:
     gpu = Cuda()
     handle = gpu.new("cublasCreate_v2")
     assert gpu.used() == 8 * MIB
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     assert gpu.used() == 10 * MIB
     assert gpu.call("cuModuleUnload", module) == OK
@@ -167,6 +169,7 @@ def test_a_first_graph_that_does_not_fit_is_refused() -> None:
 @pytest.mark.vgpu(memory="1GiB", module="2MiB", kernel="1MiB")
 def test_a_kernel_is_charged_when_it_is_first_launched() -> None:
     gpu = Cuda()
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     first, second = (
         gpu.new("cuModuleGetFunction", module, name) for name in (b"a", b"b")
@@ -205,6 +208,7 @@ def test_a_kernel_hook_writes_through_an_argument() -> None:
 def launch_with_argument() -> bytes:
     gpu = Cuda()
     _, address = gpu.malloc(G)
+    assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
     kernel = gpu.new("cuModuleGetFunction", module, b"_count_tokens")
     pointer, count = c_uint64(address), c_int(3)
@@ -214,3 +218,29 @@ def launch_with_argument() -> bytes:
     error = gpu.call("cuLaunchKernel", kernel, *[1] * 7, None, arguments, None)
     assert error == OK
     return gpu.read(address, 16)[1]
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_user_objects_live_as_long_as_the_last_graph_that_keeps_them() -> None:
+    """PyTorch 2.15 keeps what a captured collective uses alive with one."""
+    gpu = Cuda()
+    ended: list[int] = []
+    destroy = ctypes.CFUNCTYPE(None, c_void_p)(ended.append)
+
+    def made(references: int = 1) -> c_void_p:
+        return gpu.new(
+            "cudaUserObjectCreate", c_void_p(7), destroy, references, c_int(1)
+        )
+
+    graph = gpu.new("cudaGraphCreate", 0)
+    moved, shared = made(), made(2)
+    assert gpu.call("cudaGraphRetainUserObject", graph, moved, 1, 1) == OK
+    assert gpu.call("cudaGraphRetainUserObject", graph, shared, 1, 0) == OK
+    executable = gpu.new("cudaGraphInstantiateWithFlags", graph, c_uint64(0))
+    assert gpu.call("cudaUserObjectRelease", shared, 2) == OK
+    assert gpu.call("cudaGraphReleaseUserObject", graph, shared, 1) == OK
+    assert gpu.call("cudaGraphDestroy", graph) == OK
+    assert ended == []
+    assert gpu.call("cudaGraphExecDestroy", executable) == OK
+    assert ended == [7, 7]
+    assert gpu.call("cudaUserObjectRelease", shared, 1) == INVALID_VALUE

@@ -67,6 +67,60 @@ print(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free)
 """
 
 
+@pytest.mark.vgpu(memory="1GiB")
+def test_every_version_of_a_call_exists() -> None:
+    """As in the real library, where a loader looks them up by any."""
+    import ctypes
+    import re
+    from pathlib import Path
+
+    import pynvml
+
+    known = set(re.findall(r'"(nvml[A-Z]\w+)"', Path(pynvml.__file__).read_text()))
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    for name in known:
+        call, _, newest = name.rpartition("_v")
+        older = range(2, int(newest)) if newest.isdecimal() else range(0)
+        first = [call] if older else []
+        for each in (name, *first, *(f"{call}_v{n}" for n in older)):
+            assert hasattr(library, each), each
+    count, handle = ctypes.c_uint(), ctypes.c_void_p()
+    assert library.nvmlInit() == library.nvmlDeviceGetCount(ctypes.byref(count)) == 0
+    assert count.value == 1
+    assert library.nvmlDeviceGetHandleByIndex(0, ctypes.byref(handle)) == 0
+    kind = ctypes.c_int()
+    link = library.nvmlDeviceGetNvLinkRemoteDeviceType
+    assert link(handle, 0, ctypes.byref(kind)) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    # What follows the first struct of each call belongs to the caller.
+    info = (ctypes.c_uint * 64)(*[7] * 64)
+    for call, words in ("", 8), ("_v2", 9), ("_v3", 17):
+        info[:] = [7] * 64
+        assert getattr(library, f"nvmlDeviceGetPciInfo{call}")(handle, info) == 0
+        assert (info[5], set(info[words:])) == (1, {7})  # the bus
+
+
+@pytest.mark.vgpu(memory="8GiB")
+def test_processes_are_listed_in_the_struct_of_the_version() -> None:
+    import ctypes
+
+    from tests.vgpu.device.ctypes_cuda import Cuda
+
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle, n = ctypes.c_void_p(), ctypes.c_uint(0)
+    assert library.nvmlInit() == 0
+    assert library.nvmlDeviceGetHandleByIndex(0, ctypes.byref(handle)) == 0
+    call = "nvmlDeviceGetComputeRunningProcesses"
+    assert getattr(library, call)(handle, ctypes.byref(n), None) == 0 == n.value
+    Cuda().info()  # a context, of 0 bytes unless the configuration says more
+    for version, words in ("", 2), ("_v2", 3), ("_v3", 3):
+        processes = (ctypes.c_uint64 * 8)(*[7] * 8)
+        n.value = 8
+        assert getattr(library, call + version)(handle, ctypes.byref(n), processes) == 0
+        pid = processes[0] & 0xFFFFFFFF
+        assert (n.value, pid, processes[1]) == (1, os.getpid(), 0)
+        assert set(processes[words:]) == {7}
+
+
 @pytest.mark.vgpu(memory="8GiB")
 def test_processes_are_listed_with_what_they_use() -> None:
     from tests.vgpu.device.ctypes_cuda import Cuda

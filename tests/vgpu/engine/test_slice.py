@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vgpu.device import slicing
-from tests.vgpu.engine.harness import HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, ROOT, run
 
 GIB = 2**30
 DEVICE = {"memory": "8GiB", "other": "2GiB"}
@@ -41,3 +43,25 @@ def test_an_engine_starts_within_its_slice(
     assert result["requested"] == math.ceil(SLICE * 0.9)
     assert SLICE * 0.8 < result["used"] - 2 * GIB <= SLICE
     assert result["tokens"] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("context", "program", "row"),
+    [
+        ("0MiB", "cudaMalloc beside", "a neighbour |  | 3072 | holds |"),
+        # What a driver takes for itself is not counted by this library.
+        ("300MiB", "cuMemCreate", "|  | 4396 | all its processes take 300 MiB more |"),
+    ],
+)
+def test_what_holds_below_a_library_is_said(
+    context: str, program: str, row: str, library: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.slice", "--library", library, "--only", program,
+         "--device", f"context={context}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert row in done.stdout
+    assert "| full | " in done.stdout and "NVML" in done.stdout
+    assert ("1 of 1 hold" in done.stdout) == ("holds" in row)

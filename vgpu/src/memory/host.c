@@ -83,7 +83,8 @@ EXPORT CUresult cuMemHostAlloc(void** address, size_t size, unsigned flags) {
 
 EXPORT CUresult cuMemFreeHost(void* address) {
   DRV_ENTER(0);
-  return host_release(address, false, "cudaHostAlloc");
+  CUresult error = finish_device();
+  return error ? error : host_release(address, false, "cudaHostAlloc");
 }
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr* address, size_t size, unsigned flags) {

@@ -144,11 +144,6 @@ EXPORT cudaError_t cudaMalloc(void** address, size_t size) {
   RT(error);
 }
 
-EXPORT cudaError_t cudaFree(void* address) {
-  RT_ENTER(0);
-  RT(address ? driver()->cuMemFree((CUdeviceptr)address) : 0);
-}
-
 EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   DRV_ENTER(size);
   if (!size) return CUDA_ERROR_INVALID_VALUE;
@@ -159,10 +154,4 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   error = memory_allocate(current_device(), size, cause, &start);
   if (!error) *address = start;
   return error;
-}
-
-EXPORT CUresult cuMemFree(CUdeviceptr address) {
-  DRV_ENTER(0);
-  CUresult error = unsafe_call();
-  return error ? error : memory_free(address);
 }

@@ -64,7 +64,8 @@ static CUresult pointer_attribute(void* data, CUpointer_attribute attribute,
                                   const Pointer* p, CUdeviceptr address) {
   switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
-      return cuDevicePrimaryCtxRetain(data, ordinal_of(p->device));
+      *(CUcontext*)data = context_of(ordinal_of(p->device));
+      return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       *(unsigned*)data = p->type;
       return CUDA_SUCCESS;
@@ -103,7 +104,7 @@ static CUresult pointer_attribute(void* data, CUpointer_attribute attribute,
 
 EXPORT CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute,
                                       CUdeviceptr address) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   Pointer p = pointer_look_up(address);
   return p.type ? pointer_attribute(data, attribute, &p, address)
                 : CUDA_ERROR_INVALID_VALUE;
@@ -111,7 +112,7 @@ EXPORT CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute,
 
 EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes,
                                        void** data, CUdeviceptr address) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   Pointer p = pointer_look_up(address);
   for (unsigned i = 0; i < n; i++) {
     if (p.type) {
@@ -128,7 +129,7 @@ EXPORT CUresult cuPointerGetAttributes(unsigned n, CUpointer_attribute* attribut
 EXPORT CUresult cuPointerSetAttribute(const void* value, CUpointer_attribute attribute,
                                       CUdeviceptr address) {
   (void)value;
-  DRV_ENTER(0);
+  DRV_USE(0);
   if (!pointer_look_up(address).type) return CUDA_ERROR_INVALID_VALUE;
   return attribute == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
              ? CUDA_SUCCESS  // every copy here is synchronous
@@ -137,7 +138,7 @@ EXPORT CUresult cuPointerSetAttribute(const void* value, CUpointer_attribute att
 
 EXPORT CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* size,
                                      CUdeviceptr address) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   Pointer p = pointer_look_up(address);
   if (!p.type) return CUDA_ERROR_NOT_FOUND;
   if (start) *start = p.start;

@@ -3,6 +3,7 @@
 
 #include "memory/memory.h"
 #include "state/account.h"
+#include "state/captures.h"
 #include "state/context.h"
 #include "state/driver.h"
 
@@ -61,7 +62,7 @@ static CUresult malloc_async(CUdeviceptr* address, size_t size, CUmemoryPool poo
   return error;
 }
 
-static CUresult free_async(uint64_t address) {
+static CUresult free_either(uint64_t address) {
   pthread_mutex_lock(&memory_lock);
   Range* r = ranges_at(&mappings, address);
   Mapping* m = r ? r->data : NULL;
@@ -97,14 +98,27 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, size_t size,
   return malloc_async(address, size, pool);
 }
 
+// Of either kind: cudaFree takes what cudaMallocAsync gave, too, and the reverse.
+EXPORT cudaError_t cudaFree(void* address) {
+  RT_ENTER(0);
+  RT(address ? driver()->cuMemFree((CUdeviceptr)address) : 0);
+}
+
+EXPORT CUresult cuMemFree(CUdeviceptr address) {
+  DRV_ENTER(0);
+  CUresult error = unsafe_call();
+  if (!error) error = finish_device();
+  return error ? error : free_either(address);
+}
+
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
   (void)stream;
   DRV_ENTER(0);
-  return free_async(address);
+  return free_either(address);
 }
 
 EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   if (ordinal < 0 || ordinal >= visible_devices()) return CUDA_ERROR_INVALID_DEVICE;
   *pool = pool_of(ordinal);
   return CUDA_SUCCESS;
@@ -115,7 +129,7 @@ EXPORT CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice ordinal) {
 }
 
 EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   pool_trim(pool, keep);
   pthread_mutex_unlock(&memory_lock);
@@ -124,7 +138,7 @@ EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
 
 EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
                                       void* value) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
       pool->threshold = *(uint64_t*)value;
@@ -142,7 +156,7 @@ EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute att
 
 EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
                                       void* value) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
       *(uint64_t*)value = pool->threshold;
@@ -170,7 +184,7 @@ EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* acc
   (void)pool;
   (void)access;
   (void)n;
-  DRV_ENTER(0);
+  DRV_USE(0);
   return CUDA_SUCCESS;
 }
 

@@ -20,7 +20,7 @@ EXPORT CUresult cuMemGetAllocationGranularity(size_t* granularity,
                                               const CUmemAllocationProp* properties,
                                               CUmemAllocationGranularity_flags option) {
   (void)option;
-  DRV_ENTER(0);
+  DRV_USE(0);
   if (!properties || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED)
     return CUDA_ERROR_INVALID_VALUE;
   *granularity = config.device[current_device()].vmm_granularity;
@@ -30,7 +30,7 @@ EXPORT CUresult cuMemGetAllocationGranularity(size_t* granularity,
 EXPORT CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t alignment,
                                     CUdeviceptr hint, unsigned long long flags) {
   (void)hint;
-  DRV_ENTER(size);
+  DRV_USE(size);
   uint64_t granularity = config.device[current_device()].vmm_granularity;
   if (!size || size % granularity || (alignment & (alignment - 1)) || flags)
     return CUDA_ERROR_INVALID_VALUE;
@@ -44,7 +44,7 @@ EXPORT CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t al
 }
 
 EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   Range* r = ranges_at(&reserved, address);
   bool right = r && r->start == address && r->size == size &&
@@ -67,7 +67,7 @@ static bool location_device(const CUmemLocation* location, int* device) {
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
                             const CUmemAllocationProp* properties,
                             unsigned long long flags) {
-  DRV_ENTER(size);
+  DRV_USE(size);
   int device;
   if (!size || flags || !properties ||
       properties->type != CU_MEM_ALLOCATION_TYPE_PINNED)
@@ -93,7 +93,7 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
 // Physical memory lives until it is released and unmapped everywhere: the
 // program's handle counts as one reference, and so does each mapping.
 EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   Physical* p = handle_find(handle);
   if (p && --p->held == 0) {
@@ -106,7 +106,7 @@ EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle,
                                             void* address) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   Range* r = ranges_at(&mappings, (uint64_t)address);
   Mapping* m = r ? r->data : NULL;
@@ -124,7 +124,7 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle
 
 EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(
     CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   Physical* p = handle_find(handle);
   if (p) *properties = p->properties;
@@ -140,7 +140,7 @@ static bool within_reservation(uint64_t address, uint64_t size) {
 EXPORT CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset,
                          CUmemGenericAllocationHandle handle,
                          unsigned long long flags) {
-  DRV_ENTER(size);
+  DRV_USE(size);
   pthread_mutex_lock(&memory_lock);
   Physical* p = handle_find(handle);
   CUresult error = CUDA_ERROR_INVALID_VALUE;
@@ -177,7 +177,7 @@ static bool covered(uint64_t address, uint64_t size, bool exactly) {
 }
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   pthread_mutex_lock(&memory_lock);
   bool right = size && covered(address, size, true);
   for (uint64_t at = address; right && at < address + size;) {
@@ -194,7 +194,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
 // Access is kept for the mapping's own device; what peers may do is absent.
 EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t size,
                                const CUmemAccessDesc* access, size_t n) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   if (!size || !access || !n) return CUDA_ERROR_INVALID_VALUE;
   pthread_mutex_lock(&memory_lock);
   bool right = covered(address, size, true);
@@ -216,7 +216,7 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t size,
 
 EXPORT CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location,
                                CUdeviceptr address) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   int device;
   pthread_mutex_lock(&memory_lock);
   Range* r = ranges_at(&mappings, address);

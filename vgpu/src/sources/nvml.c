@@ -95,6 +95,7 @@ EXPORT int nvmlDeviceGetCount_v2(unsigned* n) {
   *n = (unsigned)config.devices;
   return OK;
 }
+EXPORT int nvmlDeviceGetCount(unsigned* n) { return nvmlDeviceGetCount_v2(n); }
 
 static Handle top_handle(int device) {
   uintptr_t parent = config.device[device].mig_uuid[0] ? PARENT : 0;
@@ -106,6 +107,9 @@ EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle* handle) {
   if (index >= (unsigned)config.devices) return INVALID_ARGUMENT;
   *handle = top_handle((int)index);
   return OK;
+}
+EXPORT int nvmlDeviceGetHandleByIndex(unsigned index, Handle* handle) {
+  return nvmlDeviceGetHandleByIndex_v2(index, handle);
 }
 
 EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, Handle* handle) {
@@ -130,6 +134,9 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* pci, Handle* handle) {
     return OK;
   }
   return NOT_FOUND;
+}
+EXPORT int nvmlDeviceGetHandleByPciBusId(const char* pci, Handle* handle) {
+  return nvmlDeviceGetHandleByPciBusId_v2(pci, handle);
 }
 
 static int text_out(const char* text, char* to, unsigned n) {
@@ -167,14 +174,28 @@ typedef struct {
   char bus_id[32];
 } PciInfo;
 
-EXPORT int nvmlDeviceGetPciInfo_v3(Handle handle, PciInfo* pci) {
-  ENTER_HANDLE(handle);
+static int pci_info(Handle handle, void* to, size_t bytes) {
   const char* text = config.device[device_of(handle)].pci;
-  *pci = (PciInfo){0};
-  snprintf(pci->legacy, sizeof pci->legacy, "%.12s", text);
-  snprintf(pci->bus_id, sizeof pci->bus_id, "0000%.24s", text);
-  sscanf(text, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
+  PciInfo pci = {0};
+  snprintf(pci.legacy, sizeof pci.legacy, "%.12s", text);
+  snprintf(pci.bus_id, sizeof pci.bus_id, "0000%.24s", text);
+  sscanf(text, "%x:%x:%x", &pci.domain, &pci.bus, &pci.device);
+  memcpy(to, &pci, bytes);
   return OK;
+}
+
+EXPORT int nvmlDeviceGetPciInfo_v3(Handle handle, void* to) {
+  ENTER_HANDLE(handle);
+  return pci_info(handle, to, sizeof(PciInfo));
+}
+// What callers of the older ones have room for.
+EXPORT int nvmlDeviceGetPciInfo_v2(Handle handle, void* to) {
+  ENTER_HANDLE(handle);
+  return pci_info(handle, to, offsetof(PciInfo, bus_id));
+}
+EXPORT int nvmlDeviceGetPciInfo(Handle handle, void* to) {
+  ENTER_HANDLE(handle);
+  return pci_info(handle, to, offsetof(PciInfo, subsystem_id));
 }
 
 typedef struct {
@@ -300,26 +321,34 @@ EXPORT int nvmlDeviceGetComputeInstanceId(Handle handle, unsigned* id) {
   return instance_id(handle, id);
 }
 
-// ---- processes of the run that use the device
+// ---- processes of the run that have a context on the device
+
+typedef struct {
+  unsigned pid;
+  unsigned long long used;
+} ProcessInfo1;
 
 typedef struct {
   unsigned pid;
   unsigned long long used;
   unsigned gpu_instance, compute_instance;
-} ProcessInfo;
+} ProcessInfo2;
 
-static int list_processes(int device, bool wanted, unsigned* n, ProcessInfo* infos) {
+typedef enum { COMPUTE, MPS, GRAPHICS } Use;
+
+static int list_processes(Handle handle, Use use, bool first, unsigned* n, void* to) {
+  int device = device_of(handle);
+  bool wanted = use == (config.device[device].mps ? MPS : COMPUTE);
   unsigned found = 0, room = *n;
-  if (!wanted) {
-    *n = 0;
-    return OK;
-  }
   state_lock();
-  for (int i = 0; i < MAX_PROCESSES; i++) {
+  for (int i = 0; wanted && i < MAX_PROCESSES; i++) {
     const Process* p = &shared->process[i];
-    if (!p->pid || !p->used[device]) continue;
-    if (found < room)
-      infos[found] = (ProcessInfo){(unsigned)p->pid, p->used[device], ~0u, ~0u};
+    if (!p->pid || (!p->used[device] && !(p->contexts >> device & 1))) continue;
+    unsigned pid = (unsigned)p->pid;
+    if (found < room && first)
+      ((ProcessInfo1*)to)[found] = (ProcessInfo1){pid, p->used[device]};
+    else if (found < room)
+      ((ProcessInfo2*)to)[found] = (ProcessInfo2){pid, p->used[device], ~0u, ~0u};
     found++;
   }
   state_unlock();
@@ -327,32 +356,20 @@ static int list_processes(int device, bool wanted, unsigned* n, ProcessInfo* inf
   return found > room ? INSUFFICIENT_SIZE : OK;
 }
 
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle handle, unsigned* n,
-                                                   ProcessInfo* infos) {
-  ENTER_HANDLE(handle);
-  int device = device_of(handle);
-  return list_processes(device, !config.device[device].mps, n, infos);
-}
+#define PROCESSES(call, use, first)                       \
+  EXPORT int call(Handle handle, unsigned* n, void* to) { \
+    ENTER_HANDLE(handle);                                 \
+    return list_processes(handle, use, first, n, to);     \
+  }
+// Only the first version gives the first struct.
+#define VERSIONS(call, use)        \
+  PROCESSES(call, use, true)       \
+  PROCESSES(call##_v2, use, false) \
+  PROCESSES(call##_v3, use, false)
 
-EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle handle, unsigned* n,
-                                                      ProcessInfo* infos) {
-  ENTER_HANDLE(handle);
-  int device = device_of(handle);
-  return list_processes(device, config.device[device].mps, n, infos);
-}
-
-EXPORT int nvmlDeviceGetComputeRunningProcesses(Handle handle, unsigned* n,
-                                                ProcessInfo* infos) {
-  return nvmlDeviceGetComputeRunningProcesses_v3(handle, n, infos);
-}
-
-EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(Handle handle, unsigned* n,
-                                                    ProcessInfo* infos) {
-  (void)infos;
-  ENTER_HANDLE(handle);
-  *n = 0;
-  return OK;
-}
+VERSIONS(nvmlDeviceGetComputeRunningProcesses, COMPUTE)
+VERSIONS(nvmlDeviceGetMPSComputeRunningProcesses, MPS)
+VERSIONS(nvmlDeviceGetGraphicsRunningProcesses, GRAPHICS)
 
 EXPORT int nvmlDeviceGetUtilizationRates(Handle handle, unsigned rates[2]) {
   ENTER_HANDLE(handle);

@@ -105,6 +105,9 @@ bool config_read(const char* folder) {
   config.trace = number("trace");
   config.driver_version = (int)number("driver_version");
   config.synchronize_us = (int)number("synchronize_us");
+  config.streams_behind = number("streams_behind");
+  config.behind_queries = (int)number("behind_queries");
+  config.behind_us = number("behind_us");
   text("timeline", config.timeline, sizeof config.timeline);
   text("report", config.report, sizeof config.report);
   for (int i = 0; i < config.devices; i++) read_device(i, &config.device[i]);

@@ -54,6 +54,10 @@ typedef struct {
   bool strict, trace;
   int driver_version;
   int synchronize_us;  // what waiting for the device takes
+  // Work of streams is done when it is waited for, after so many queries, or so long.
+  bool streams_behind;
+  int behind_queries;
+  uint64_t behind_us;
   char timeline[1024], report[1024];
   int nvml_errors;
   NvmlError nvml_error[64];

@@ -9,7 +9,10 @@
 typedef struct CUctx_st {
   int ordinal;
   bool made;
+  int retained;
 } Context;
+
+CUresult (*finish_device)(void);
 
 static __thread Context* current;
 static __thread int ordinal_set;
@@ -18,7 +21,14 @@ static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER;
 
 bool is_ordinal(int ordinal) { return ordinal >= 0 && ordinal < visible_devices(); }
 
-int current_ordinal(void) { return current ? current->ordinal : ordinal_set; }
+static bool initialized;  // by cuInit
+
+// NULL: the thread has none, or it has ended.
+static Context* current_context(void) {
+  return current && current->made ? current : NULL;
+}
+
+int current_ordinal(void) { return current_context() ? current->ordinal : ordinal_set; }
 int current_device(void) { return device_index(current_ordinal()); }
 
 static CUresult context_make(int ordinal) {
@@ -30,12 +40,30 @@ static CUresult context_make(int ordinal) {
     if (charge(device, (int64_t)config.device[device].context, "context")) {
       context->ordinal = ordinal;
       context->made = true;
+      __atomic_fetch_or(&self->contexts, 1u << device, __ATOMIC_RELAXED);
     } else {
       error = CUDA_ERROR_OUT_OF_MEMORY;
     }
   }
+  if (!error) context->retained++;
   pthread_mutex_unlock(&context_lock);
   return error;
+}
+
+// Its own memory is given back; what was allocated in it stays its program's.
+static CUresult context_give(int ordinal, bool all) {
+  pthread_mutex_lock(&context_lock);
+  Context* context = &contexts[ordinal];
+  bool right = context->made;
+  if (right && (all || !--context->retained)) {
+    int device = device_index(ordinal);
+    charge(device, -(int64_t)config.device[device].context, "context");
+    __atomic_fetch_and(&self->contexts, ~(1u << device), __ATOMIC_RELAXED);
+    context->made = false;
+    context->retained = 0;
+  }
+  pthread_mutex_unlock(&context_lock);
+  return right || all ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 // What needs no context (which device, which properties) works on after an error
@@ -58,15 +86,15 @@ static CUresult enter(const char* call, uint64_t size, bool needs_context) {
 
 CUresult context_usable(void) { return usable(true); }
 
-CUresult context_enter(void) {
-  CUresult error = usable(true);
-  return error || current ? error : context_make(current_ordinal());
-}
-
+// As libcudart: it retains the context of a device once.
 static CUresult context_use(int ordinal) {
-  CUcontext context;
-  CUresult error = driver()->cuDevicePrimaryCtxRetain(&context, ordinal);
-  if (error) return error;
+  static bool held[MAX_DEVICES];
+  CUcontext context = &contexts[ordinal];
+  if (!context->made || !__atomic_load_n(&held[ordinal], __ATOMIC_RELAXED)) {
+    CUresult error = driver()->cuDevicePrimaryCtxRetain(&context, ordinal);
+    if (error) return error;
+    __atomic_store_n(&held[ordinal], true, __ATOMIC_RELAXED);
+  }
   ordinal_set = ordinal;
   current = context;
   return CUDA_SUCCESS;
@@ -74,31 +102,43 @@ static CUresult context_use(int ordinal) {
 
 // As libcudart, whose first call is cuInit: a slice begins there.
 static CUresult initialize(void) {
-  static bool initialized;
-  if (__atomic_load_n(&initialized, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
+  static bool asked;
+  if (__atomic_load_n(&asked, __ATOMIC_RELAXED)) return CUDA_SUCCESS;
   CUresult error = driver()->cuInit(0);
-  if (!error) __atomic_store_n(&initialized, true, __ATOMIC_RELAXED);
+  if (!error) __atomic_store_n(&asked, true, __ATOMIC_RELAXED);
   return error;
+}
+
+CUresult context_enter(void) {
+  CUresult error = initialize();
+  if (!error) error = usable(true);
+  return error || current_context() ? error : context_use(ordinal_set);
 }
 
 cudaError_t rt_enter(const char* call, uint64_t size, bool needs_context) {
   CUresult error = initialize();
   if (!error) error = enter(call, size, needs_context);
-  if (!error && needs_context && !current) error = context_use(ordinal_set);
+  if (!error && needs_context && !current_context()) error = context_use(ordinal_set);
   return rt_leave((cudaError_t)error);
 }
 
-CUresult drv_enter(const char* call, uint64_t size, bool needs_context) {
-  CUresult error = enter(call, size, needs_context);
-  return error || !needs_context || current ? error : context_make(current_ordinal());
+CUresult drv_enter(const char* call, uint64_t size, Needs needs) {
+  if (!__atomic_load_n(&initialized, __ATOMIC_RELAXED))
+    return CUDA_ERROR_NOT_INITIALIZED;
+  CUresult error = enter(call, size, needs != NOTHING);
+  if (error || needs != CURRENT_CONTEXT || current_context()) return error;
+  return CUDA_ERROR_INVALID_CONTEXT;
 }
+
+CUcontext context_of(int ordinal) { return &contexts[ordinal]; }
 
 // ---- the calls
 
 EXPORT CUresult cuInit(unsigned flags) {
   if (flags) return CUDA_ERROR_INVALID_VALUE;
-  DRV_START();
-  return CUDA_SUCCESS;
+  CUresult error = enter(__func__, 0, false);
+  if (!error) __atomic_store_n(&initialized, true, __ATOMIC_RELAXED);
+  return error;
 }
 
 EXPORT cudaError_t cudaGetDevice(int* ordinal) {
@@ -121,10 +161,14 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
   return error;
 }
 
-// The context stays until the process ends, as PyTorch's does.
 EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice ordinal) {
   DRV_START();
-  return is_ordinal(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+  return is_ordinal(ordinal) ? context_give(ordinal, false) : CUDA_ERROR_INVALID_DEVICE;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice ordinal) {
+  DRV_START();
+  return is_ordinal(ordinal) ? context_give(ordinal, true) : CUDA_ERROR_INVALID_DEVICE;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags,
@@ -138,7 +182,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags,
 
 EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   DRV_START();
-  *context = current;
+  *context = current_context();
   return CUDA_SUCCESS;
 }
 
@@ -175,7 +219,7 @@ EXPORT CUresult cuCtxPopCurrent(CUcontext* context) {
 
 EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
   DRV_START();
-  if (!current) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!current_context()) return CUDA_ERROR_INVALID_CONTEXT;
   *device = current->ordinal;
   return CUDA_SUCCESS;
 }

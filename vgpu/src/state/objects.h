@@ -14,6 +14,7 @@ typedef enum {
   KERNEL,
   COMMUNICATOR,
   COLLECTIVE,
+  USER_OBJECT,
   OTHER
 } Kind;
 

@@ -40,6 +40,7 @@ typedef struct {
   pid_t pid;  // 0: free
   uint64_t used[MAX_DEVICES], peak[MAX_DEVICES];
   uint64_t phase_peak[MAX_PHASES][MAX_DEVICES];
+  uint32_t contexts;             // a bit for each device that it has one on
   uint64_t pinned, pinned_peak;  // bytes of host memory
   uint64_t kernels, graph_launches;
   uint32_t fired[MAX_RULES];

@@ -10,6 +10,12 @@ static CUresult copy(void* to, const void* from, size_t size, void* stream) {
           .kind = NODE_COPY, .to = (uint64_t)to, .from = (uint64_t)from, .size = size});
 }
 
+// Returns when it is done.
+static CUresult copy_now(void* to, const void* from, size_t size) {
+  CUresult error = copy(to, from, size, NULL);
+  return error ? error : stream_finish(NULL);
+}
+
 static CUresult fill(uint64_t to, uint64_t value, int value_bytes, size_t n,
                      void* stream) {
   if (!n) return CUDA_SUCCESS;
@@ -24,7 +30,7 @@ EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t size,
                               enum cudaMemcpyKind kind) {
   (void)kind;
   RT_ENTER(size);
-  RT(copy(to, from, size, NULL));
+  RT(copy_now(to, from, size));
 }
 
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size,
@@ -48,7 +54,7 @@ EXPORT cudaError_t cudaMemcpyPeer(void* to, int to_device, const void* from,
   (void)to_device;
   (void)from_device;
   RT_ENTER(size);
-  RT(copy(to, from, size, NULL));
+  RT(copy_now(to, from, size));
 }
 
 static CUresult copy_2d(char* to, size_t to_pitch, const char* from, size_t from_pitch,
@@ -72,7 +78,8 @@ EXPORT cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from,
                                 enum cudaMemcpyKind kind) {
   (void)kind;
   RT_ENTER(width * height);
-  RT(copy_2d(to, to_pitch, from, from_pitch, width, height, NULL));
+  CUresult error = copy_2d(to, to_pitch, from, from_pitch, width, height, NULL);
+  RT(error ? error : stream_finish(NULL));
 }
 
 EXPORT cudaError_t cudaMemset(void* to, int value, size_t n) {
@@ -85,10 +92,10 @@ EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t n, cudaStream_t s
   RT(fill((uint64_t)to, value & 0xff, 1, n, stream));
 }
 
-#define DRV_COPY(name, parameters, to, from)         \
-  EXPORT CUresult name parameters {                  \
-    DRV_ENTER(size);                                 \
-    return copy((void*)to, (void*)from, size, NULL); \
+#define DRV_COPY(name, parameters, to, from)       \
+  EXPORT CUresult name parameters {                \
+    DRV_ENTER(size);                               \
+    return copy_now((void*)to, (void*)from, size); \
   }
 #define DRV_COPY_ASYNC(name, parameters, to, from)     \
   EXPORT CUresult name parameters {                    \

@@ -12,6 +12,7 @@ typedef struct CUgraphExec_st {
   size_t operations;
   int device;
   int64_t charged;
+  Kept kept;
 } Exec;
 
 // What stays until the process ends.
@@ -42,6 +43,7 @@ static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
   if (!exec->operation) abort();
   for (size_t i = 0; i < graph->nodes; i++)
     exec->operation[i] = graph->node[i]->operation;
+  kept_copy(&exec->kept, &graph->kept);
   *handle = exec;
   return CUDA_SUCCESS;
 }
@@ -50,6 +52,7 @@ static CUresult exec_destroy(CUgraphExec exec) {
   if (!object_is(exec, EXEC)) return CUDA_ERROR_INVALID_VALUE;
   charge(exec->device, -exec->charged, "graph");
   free(exec->operation);
+  kept_release(&exec->kept);
   object_delete(exec, EXEC);
   return CUDA_SUCCESS;
 }

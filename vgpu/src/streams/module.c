@@ -300,35 +300,35 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* image,
                                   CUjit_option* jit, void** jit_values, unsigned jit_n,
                                   CUlibraryOption* options, void** values, unsigned n) {
   (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
-  DRV_ENTER(0);
+  DRV_USE(0);
   return image ? module_load((void**)library) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   return module_unload(library);
 }
 
 EXPORT CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library,
                                    const char* name) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   return module_kernel((void**)kernel, library, name);
 }
 
 EXPORT CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   *function = (CUfunction)kernel;
   return object_is(kernel, KERNEL) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 EXPORT CUresult cuLibraryGetModule(CUmodule* module, CUlibrary library) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   *module = (CUmodule)library;
   return object_is(library, MODULE) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 EXPORT CUresult cuFuncGetName(const char** name, CUfunction kernel) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   *name = kernel_name(kernel);
   return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
@@ -338,7 +338,7 @@ EXPORT CUresult cuKernelGetName(const char** name, CUkernel kernel) {
 }
 
 EXPORT CUresult cuFuncGetModule(CUmodule* module, CUfunction kernel) {
-  DRV_ENTER(0);
+  DRV_USE(0);
   if (!object_is(kernel, KERNEL)) return CUDA_ERROR_INVALID_HANDLE;
   *module = kernel->module;
   return CUDA_SUCCESS;

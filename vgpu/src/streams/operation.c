@@ -1,9 +1,7 @@
 // What a stream does, at once or when the graph is launched that it captures.
 #include <stdlib.h>
 
-#include "memory/memory.h"
 #include "state/objects.h"
-#include "state/state.h"
 #include "streams/stream.h"
 
 // ---- streams by their handles
@@ -17,25 +15,6 @@ bool stream_is(void* handle) {
 Stream* stream_find(void* handle) { return stream_is_default(handle) ? NULL : handle; }
 
 // ---- operations
-
-static CUresult operation_do(const Operation* o) {
-  switch (o->kind) {
-    case NODE_COPY:
-      return memory_copy(o->to, o->from, o->size);
-    case NODE_FILL:
-      return memory_fill(o->to, o->value, o->value_bytes, o->size);
-    case NODE_HOST:
-      o->function(o->argument);
-      return CUDA_SUCCESS;
-    case NODE_COLLECTIVE:
-      return o->collective(o->argument);
-    case NODE_KERNEL:
-      if (self) __atomic_fetch_add(&self->kernels, 1, __ATOMIC_RELAXED);
-      return CUDA_SUCCESS;
-    default:
-      return CUDA_SUCCESS;
-  }
-}
 
 static Node* graph_add(Graph* graph, const Operation* operation) {
   if (graph->nodes == graph->room) {
@@ -53,6 +32,7 @@ static Node* graph_add(Graph* graph, const Operation* operation) {
 void graph_empty(Graph* graph) {
   for (size_t i = 0; i < graph->nodes; i++) free(graph->node[i]);
   free(graph->node);
+  kept_release(&graph->kept);
 }
 
 CUresult capture_add(Stream* stream, const Operation* operation) {
@@ -63,7 +43,7 @@ CUresult capture_add(Stream* stream, const Operation* operation) {
 }
 
 CUresult stream_run(void* handle, const Operation* operation) {
-  if (!captures()) return operation_do(operation);
+  if (!captures()) return operation_post(stream_find(handle), operation);
   if (!stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
   Stream* stream = stream_find(handle);
   CUresult error = CUDA_SUCCESS;
@@ -79,5 +59,5 @@ CUresult stream_run(void* handle, const Operation* operation) {
     }
   }
   pthread_mutex_unlock(&objects_lock);
-  return captured || error ? error : operation_do(operation);
+  return captured || error ? error : operation_post(stream, operation);
 }

@@ -1,5 +1,5 @@
-// Streams and events. All work is done when it is asked for, so a stream is
-// always idle and a recorded event has always happened.
+// Streams and events. What is not captured is done when it is asked for, or with
+// streams that are behind (behind.c) when it is waited for.
 #include "streams/stream.h"
 
 #include <stdlib.h>
@@ -27,6 +27,7 @@ static CUresult stream_create(CUstream* handle, unsigned flags, int priority) {
 static CUresult stream_destroy(CUstream handle) {
   if (stream_is_default(handle) || !object_is(handle, STREAM))
     return CUDA_ERROR_INVALID_HANDLE;
+  stream_finish(handle);
   pthread_mutex_lock(&objects_lock);
   if (handle->capture) {
     handle->capture->valid = false;
@@ -37,10 +38,14 @@ static CUresult stream_destroy(CUstream handle) {
   return CUDA_SUCCESS;
 }
 
-static CUresult wait_for_stream(CUstream handle) {
+static CUresult wait_for_stream(CUstream handle, bool query) {
   if (!stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
   Stream* stream = stream_find(handle);
-  if (!stream || !stream->capture) return CUDA_SUCCESS;
+  if ((!stream || !stream->capture) && !query) return stream_finish(stream);
+  if (!stream || !stream->capture) {
+    Mark all = stream_all(stream);
+    return mark_is_reached(&all) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  }
   pthread_mutex_lock(&objects_lock);
   stream->capture->valid = false;
   pthread_mutex_unlock(&objects_lock);
@@ -49,7 +54,10 @@ static CUresult wait_for_stream(CUstream handle) {
 
 static CUresult stream_wait(CUstream handle, CUevent event) {
   if (!stream_is(handle) || !object_is(event, EVENT)) return CUDA_ERROR_INVALID_HANDLE;
-  if (!event->capture) return CUDA_SUCCESS;
+  if (!event->capture) {
+    stream_wait_for(stream_find(handle), &event->mark);
+    return CUDA_SUCCESS;
+  }
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&objects_lock);
   Capture* capture = captures();
@@ -95,8 +103,10 @@ static CUresult event_record(CUevent event, CUstream handle, unsigned flags) {
   if (!object_is(event, EVENT) || !stream_is(handle)) return CUDA_ERROR_INVALID_HANDLE;
   Stream* stream = stream_find(handle);
   CUresult error = CUDA_SUCCESS;
+  bool captured = stream && stream->capture;
+  if (!captured) event->mark = stream_mark(stream);
   pthread_mutex_lock(&objects_lock);
-  if (stream && stream->capture) {
+  if (captured) {
     if (!stream->capture->valid) {
       error = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     } else if (flags & CU_EVENT_RECORD_EXTERNAL) {
@@ -117,7 +127,7 @@ static CUresult event_record(CUevent event, CUstream handle, unsigned flags) {
   return error;
 }
 
-static CUresult event_query(CUevent event) {
+static CUresult event_query(CUevent event, bool wait) {
   CUresult error = context_usable();
   if (error) return error;
   if (!object_is(event, EVENT)) return CUDA_ERROR_INVALID_HANDLE;
@@ -128,7 +138,9 @@ static CUresult event_query(CUevent event) {
   for (Capture* c = captures(); c && event->capture; c = c->next)
     captured |= c->id == event->capture;
   pthread_mutex_unlock(&objects_lock);
-  return captured ? CUDA_ERROR_CAPTURED_EVENT : CUDA_SUCCESS;
+  if (captured) return CUDA_ERROR_CAPTURED_EVENT;
+  if (wait) return mark_finish(&event->mark);
+  return mark_is_reached(&event->mark) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
@@ -142,16 +154,6 @@ static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
 
 // ---- the calls, runtime and driver
 
-#define BOTH(rt, drv, rt_parameters, drv_parameters, action) \
-  EXPORT cudaError_t rt rt_parameters {                      \
-    RT_ENTER(0);                                             \
-    RT(action);                                              \
-  }                                                          \
-  EXPORT CUresult drv drv_parameters {                       \
-    DRV_ENTER(0);                                            \
-    return action;                                           \
-  }
-
 BOTH(cudaStreamCreateWithFlags, cuStreamCreate, (cudaStream_t * s, unsigned flags),
      (CUstream * s, unsigned flags), stream_create(s, flags, 0))
 BOTH(cudaStreamCreateWithPriority, cuStreamCreateWithPriority,
@@ -160,8 +162,9 @@ BOTH(cudaStreamCreateWithPriority, cuStreamCreateWithPriority,
 BOTH(cudaStreamDestroy, cuStreamDestroy, (cudaStream_t s), (CUstream s),
      stream_destroy(s))
 BOTH(cudaStreamSynchronize, cuStreamSynchronize, (cudaStream_t s), (CUstream s),
-     wait_for_stream(s))
-BOTH(cudaStreamQuery, cuStreamQuery, (cudaStream_t s), (CUstream s), wait_for_stream(s))
+     wait_for_stream(s, false))
+BOTH(cudaStreamQuery, cuStreamQuery, (cudaStream_t s), (CUstream s),
+     wait_for_stream(s, true))
 BOTH(cudaStreamWaitEvent, cuStreamWaitEvent,
      (cudaStream_t s, cudaEvent_t e, unsigned flags),
      (CUstream s, CUevent e, unsigned flags), ((void)flags, stream_wait(s, e)))
@@ -179,17 +182,17 @@ BOTH(cudaEventRecordWithFlags, cuEventRecordWithFlags,
      (CUevent e, CUstream s, unsigned flags), event_record(e, s, flags))
 // An event has its context. PyTorch's watchdog of NCCL asks in a thread that has none,
 // and must not make one on device 0 for each rank.
-#define OF_EVENT(rt, drv)                \
+#define OF_EVENT(rt, drv, wait)          \
   EXPORT cudaError_t rt(cudaEvent_t e) { \
     RT_START();                          \
-    RT(event_query(e));                  \
+    RT(event_query(e, wait));            \
   }                                      \
   EXPORT CUresult drv(CUevent e) {       \
     DRV_START();                         \
-    return event_query(e);               \
+    return event_query(e, wait);         \
   }
-OF_EVENT(cudaEventQuery, cuEventQuery)
-OF_EVENT(cudaEventSynchronize, cuEventSynchronize)
+OF_EVENT(cudaEventQuery, cuEventQuery, false)
+OF_EVENT(cudaEventSynchronize, cuEventSynchronize, true)
 BOTH(cudaEventElapsedTime, cuEventElapsedTime,
      (float* ms, cudaEvent_t a, cudaEvent_t b), (float* ms, CUevent a, CUevent b),
      event_elapsed(ms, a, b))
@@ -264,8 +267,8 @@ EXPORT cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long* id) {
 EXPORT CUresult cuStreamGetCtx(CUstream s, CUcontext* context) {
   DRV_ENTER(0);
   if (!stream_is(s)) return CUDA_ERROR_INVALID_HANDLE;
-  return cuDevicePrimaryCtxRetain(
-      context, stream_is_default(s) ? current_ordinal() : s->ordinal);
+  *context = context_of(stream_is_default(s) ? current_ordinal() : s->ordinal);
+  return CUDA_SUCCESS;
 }
 
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -279,7 +282,8 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 
 static CUresult device_wait(void) {
   if (config.synchronize_us) usleep((unsigned)config.synchronize_us);
-  return unsafe_call();
+  CUresult error = unsafe_call();
+  return error ? error : finish_device();
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {

@@ -25,10 +25,22 @@ typedef struct CUgraphNode_st {
   Operation operation;
 } Node;
 
+// References to user objects.
+typedef struct {
+  struct {
+    struct CUuserObject_st* object;
+    uint64_t references;
+  }* of;
+  size_t n;
+} Kept;
+
 typedef struct CUgraph_st {
   Node** node;
   size_t nodes, room;
+  Kept kept;
 } Graph;
+
+struct Work;
 
 typedef struct CUstream_st {
   int ordinal, priority;
@@ -38,7 +50,16 @@ typedef struct CUstream_st {
   Node* last;       // captured last
   uint64_t steps;   // captured so far
   uint64_t joined;  // of these, how many another captured stream waits for
+  struct Work *work, *last_work;  // what it has not done
+  uint64_t given;                 // the number of the last
+  int queries;                    // since it was last waited for
 } Stream;
+
+// A place in a stream's work; no stream: it was reached at once.
+typedef struct {
+  Stream* stream;
+  uint64_t number;
+} Mark;
 
 typedef struct CUevent_st {
   unsigned flags;
@@ -47,6 +68,7 @@ typedef struct CUevent_st {
   uint64_t capture;  // its id, 0: recorded outside a capture
   Stream* stream;
   uint64_t steps;
+  Mark mark;
 } Event;
 
 // ---- operation.c
@@ -58,6 +80,22 @@ bool stream_is_default(const void* handle);
 CUresult stream_run(void* stream, const Operation* operation);
 CUresult capture_add(Stream* stream, const Operation* operation);
 void graph_empty(Graph* graph);
+
+// ---- behind.c
+
+// Does the operation, or gives it to the stream to do.
+CUresult operation_post(Stream* stream, const Operation* operation);
+Mark stream_mark(Stream* stream);  // after all that it was given
+Mark stream_all(Stream* stream);
+void stream_wait_for(Stream* stream, const Mark* mark);
+bool mark_is_reached(const Mark* mark);  // counts as a query
+CUresult mark_finish(const Mark* mark);
+CUresult stream_finish(Stream* stream);
+
+// ---- user_object.c
+
+void kept_copy(Kept* to, const Kept* from);
+void kept_release(Kept* kept);
 
 // ---- module.c
 

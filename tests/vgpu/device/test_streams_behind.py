@@ -1,0 +1,192 @@
+"""Streams whose work is not done until somebody waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int, c_size_t, c_void_p
+
+import pytest
+
+from tests.vgpu.device.ctypes_cuda import ILLEGAL_ADDRESS, MIB, OK, Cuda
+
+NOT_READY = 600
+HOST_TO_DEVICE, DEVICE_TO_HOST = c_int(1), c_int(2)
+
+
+class Pinned:
+    """A byte of pinned memory, and what it holds."""
+
+    def __init__(self, gpu: Cuda) -> None:
+        self.address = gpu.new("cudaHostAlloc", c_size_t(MIB), ctypes.c_uint(0))
+        self.byte = ctypes.c_ubyte.from_address(self.address.value or 0)
+
+    def read_of(self, gpu: Cuda, address: int, stream: c_void_p) -> int:
+        return gpu.call(
+            "cudaMemcpyAsync", self.address, c_void_p(address), c_size_t(1),
+            DEVICE_TO_HOST, stream,
+        )  # fmt: skip
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_off_all_is_done_at_once() -> None:
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 8, stream) == OK
+    assert pinned.read_of(gpu, address, stream) == OK
+    assert (gpu.call("cudaStreamQuery", stream), pinned.byte.value) == (OK, 5)
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=0)
+@pytest.mark.parametrize(
+    "wait", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaFree", "finish"]
+)
+def test_work_is_done_when_somebody_waits(wait: str) -> None:
+    from vgpu import control
+
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    _, address = gpu.malloc(2 * MIB)
+    _, other = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 8, stream) == OK
+    assert pinned.read_of(gpu, address, stream) == OK
+    for _ in range(100):
+        assert gpu.call("cudaStreamQuery", stream) == NOT_READY
+    assert pinned.byte.value == 0
+    if wait == "finish":
+        control.finish(stream.value or 0)
+    else:
+        arguments = {"cudaStreamSynchronize": [stream], "cudaFree": [c_void_p(other)]}
+        assert gpu.call(wait, *arguments.get(wait, [])) == OK
+    assert (gpu.call("cudaStreamQuery", stream), pinned.byte.value) == (OK, 5)
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=3)
+def test_enough_queries_are_a_wait() -> None:
+    gpu = Cuda()
+    stream, event = gpu.stream(), gpu.event()
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.call("cudaEventQuery", event) == OK  # never recorded
+    for _ in range(2):
+        assert gpu.fill_async(address, 5, 8, stream) == OK
+        assert gpu.call("cudaEventRecord", event, stream) == OK
+        asked = [gpu.call("cudaEventQuery", event) for _ in range(4)]
+        assert asked == [NOT_READY, NOT_READY, OK, OK]
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=0, behind_us=1000)
+def test_work_is_done_after_a_set_time() -> None:
+    import time
+
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 8, stream) == OK
+    assert pinned.read_of(gpu, address, stream) == OK
+    time.sleep(0.002)
+    assert pinned.byte.value == 0  # nobody has looked
+    assert (gpu.call("cudaStreamQuery", stream), pinned.byte.value) == (OK, 5)
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True)
+def test_a_stream_follows_what_it_waits_for() -> None:
+    gpu = Cuda()
+    one, two, event = gpu.stream(), gpu.stream(), gpu.event()
+    pinned = Pinned(gpu)
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 8, one) == OK
+    assert gpu.call("cudaEventRecord", event, one) == OK
+    assert gpu.fill_async(address, 6, 8, one) == OK  # after the event
+    assert gpu.call("cudaStreamWaitEvent", two, event, 0) == OK
+    assert pinned.read_of(gpu, address, two) == OK
+    assert gpu.call("cudaStreamSynchronize", two) == OK
+    assert pinned.byte.value == 5
+    assert gpu.call("cudaStreamQuery", one) == NOT_READY
+    assert gpu.read(address, 1) == (OK, b"\5")  # the default stream waits for none
+    assert gpu.call("cudaEventSynchronize", event) == OK
+    assert gpu.call("cudaStreamSynchronize", one) == OK
+    assert gpu.read(address, 1) == (OK, b"\6")
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True)
+def test_the_default_stream_waits_for_those_that_block() -> None:
+    gpu = Cuda()
+    blocking = gpu.stream(0)
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 8, blocking) == OK
+    assert gpu.read(address, 1) == (OK, b"\5")
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True)
+def test_memory_that_is_unmapped_too_early_is_seen() -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    error, handle = gpu.create(2 * MIB)
+    _, address = gpu.reserve(2 * MIB)
+    assert error == gpu.map(address, 2 * MIB, handle) == gpu.allow(address, 2 * MIB)
+    assert gpu.fill_async(address, 5, 8, stream) == OK
+    assert gpu.unmap(address, 2 * MIB) == OK
+    assert gpu.call("cudaStreamSynchronize", stream) == ILLEGAL_ADDRESS
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True)
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_unregistered_too_early_is_seen(waits: bool) -> None:
+    gpu = Cuda()
+    stream = gpu.stream()
+    _, address = gpu.malloc(2 * MIB)
+    memory = ctypes.create_string_buffer(MIB)
+    assert gpu.call("cudaHostRegister", memory, c_size_t(MIB), 0) == OK
+    assert (
+        gpu.call(
+            "cudaMemcpyAsync", c_void_p(address), memory, c_size_t(MIB),
+            HOST_TO_DEVICE, stream,
+        )
+        == OK
+    )  # fmt: skip
+    if waits:
+        assert gpu.call("cudaStreamSynchronize", stream) == OK
+    assert gpu.call("cudaHostUnregister", memory) == OK
+    expected = OK if waits else ILLEGAL_ADDRESS
+    assert gpu.call("cudaStreamSynchronize", stream) == expected
+
+
+@pytest.mark.vgpu(memory="8GiB", streams_behind=True)
+def test_pytorch_keeps_what_a_stream_still_uses() -> None:
+    """As on a card: the block of a tensor that was recorded is taken again only after
+    its event; so is pinned memory after a copy."""
+    import torch
+
+    def made() -> torch.Tensor:
+        return torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+
+    def pinned() -> torch.Tensor:
+        return torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+
+    stream = torch.cuda.Stream()
+    x, host = made(), pinned()
+    with torch.cuda.stream(stream):
+        x[: 64 * MIB].copy_(host, non_blocking=True)
+    x.record_stream(stream)
+    addresses = x.data_ptr(), host.data_ptr()
+    del x, host
+    y, other = made(), pinned()
+    assert y.data_ptr() != addresses[0] and other.data_ptr() != addresses[1]
+    assert torch.cuda.memory_reserved() == 1024 * MIB
+    stream.synchronize()
+    assert (made().data_ptr(), pinned().data_ptr()) == addresses
+    assert torch.cuda.memory_reserved() == 1024 * MIB
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True)
+def test_host_functions_come_in_their_order() -> None:
+    gpu = Cuda()
+    stream, called = gpu.stream(), list[int]()
+    note = ctypes.CFUNCTYPE(None, c_void_p)(lambda n: called.append(n or 0))
+    for n in range(3):
+        assert gpu.call("cudaLaunchHostFunc", stream, note, c_void_p(n)) == OK
+    assert called == []
+    status = c_int()
+    assert gpu.call("cudaStreamIsCapturing", stream, byref(status)) == OK
+    assert gpu.call("cudaStreamDestroy", stream) == OK
+    assert called == [0, 1, 2]
