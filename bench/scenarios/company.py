@@ -2,10 +2,10 @@
 
 The argument is a JSON object: "programs", the number of them, "seed", the first one's,
 and "memory", bytes of the device that a program may take. A program mixes steps, loads
-(in the sleep-mode pool, too), sleep and wake-up, and a caller's tensors; every third has
-a thread that allocates and frees beside. A line a program says how it ended: it "lives",
-a step or load was "out of memory", or "harmed": PyTorch counts memory that the device
-has not, a tensor's contents changed, or a call failed otherwise, which ends the scenario.
+(in the sleep-mode pool, too), sleep and wake-up, and a caller's tensors; every third
+has a thread that allocates and frees beside. A line a program says how it ended: it
+"lives", an action was "out of memory", or it was "harmed", which ends the scenario:
+PyTorch counts memory that the device has not, contents changed, or another call failed.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ class Process:
     def check(self) -> None:
         from vgpu import control
 
-        asleep = sum(t.nbytes for t, _ in self.weights) if self.asleep else 0
-        allocated = torch.accelerator.memory_allocated() - asleep
-        if allocated > control.process_used():
+        asleep = self.pool.get_current_usage() if self.asleep else 0
+        if torch.accelerator.memory_allocated() > control.process_used() + asleep:
             raise Harm("PyTorch counts memory that the device has not")
         awake = [] if self.asleep else self.weights
         for tensor, fill in self.held + awake:

@@ -2,8 +2,8 @@
 // same functions on the shared state.
 #include <string.h>
 
-#include "state/calls.h"
 #include "state/account.h"
+#include "state/calls.h"
 #include "state/names.h"
 
 EXPORT void vgpu_reap(void) {
