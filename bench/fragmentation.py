@@ -2,7 +2,7 @@
 
 Another process holds all else. Ours has what it sets aside for fragmentation by
 default; --buffers tells what each load needs instead. The table says how many die, in
-how many steps PyTorch gives back what it has cached to go on, and the calls that takes.
+how many steps PyTorch gives back pages to go on, and how many, as the device counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from bench.scenarios.loads import CASES, environment
+from bench.scenarios.mixed_load import CALLS
 from bench.virtual import HOOKS, results
 from scripts.commands import Problem, command
 from scripts.release import Base
@@ -48,8 +49,8 @@ def main(args: argparse.Namespace) -> None:
 
     header = (
         "case", "activations, MiB", "official: die", "set aside, MiB",
-        "of the KV cache", "ours: die", "steps that retry", "their tokens",
-        "cudaMalloc, cudaFree in each",
+        "of the KV cache", "ours: die", "steps that give back", "their tokens",
+        "pages mapped, unmapped in each",
     ) + ("needed, MiB",) * bool(args.buffers)  # fmt: skip
     print("| " + " | ".join(header) + " |")
     print("| --- " * len(header) + "|")
@@ -69,8 +70,9 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     served = [run for run in ours["runs"] if run["outcome"] == "served"]
     died = sum(run["outcome"] != "served" for run in official["runs"])
     steps = sum(run["steps"] for run in served)
-    # Tokens computed, retries, calls of cudaMalloc and of cudaFree.
-    retried = [step for run in served for step in run["asked"] if step[1]]
+    # The tokens computed, then how often each of CALLS was made.
+    mapped, unmapped = (1 + list(CALLS).index(call) for call in ("map", "unmap"))
+    retried = [step for run in served for step in run["asked"] if step[unmapped]]
     tokens = [step[0] for step in retried]
 
     def mean(column: int) -> str:
@@ -84,7 +86,7 @@ def row(official: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         f"{sum(need > set_aside for need in needs)} of {len(needs)}",
         f"{len(retried)} of {steps}",
         f"{min(tokens)} to {max(tokens)}" if tokens else "",
-        f"{mean(2)}, {mean(3)}" if retried else "",
+        f"{mean(mapped)}, {mean(unmapped)}" if retried else "",
         " ".join("more" if need == MORE else str(need // MIB) for need in needs),
     ]
 

@@ -1,0 +1,37 @@
+"""A process in which an engine serves, loads and sleeps, and its caller allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vgpu.engine.harness import BASE, run
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="its steps are upstream's")
+
+
+def outcomes(vllm: str, programs: int, folder: Path) -> dict[int, str]:
+    folder.mkdir()
+    case = {"programs": programs, "seed": 1, "memory": 1500 * MIB}
+    device = {"memory": "16GiB"}
+    done = run(
+        "company", case, vllm=vllm, device=device, folder=folder, timeout=programs * 60
+    )
+    return {result["seed"]: result["outcome"] for result in done["every"]}
+
+
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize(
+    "programs", [12, pytest.param(10_000, marks=pytest.mark.long, id="many")]
+)
+def test_nobody_is_harmed(programs: int, tmp_path: Path) -> None:
+    """And what lives with the release lives."""
+    ours = outcomes("envelope", programs, tmp_path / "envelope")
+    release = outcomes("official", programs, tmp_path / "official")
+    assert len(ours) == programs
+    assert not [seed for seed in ours if ours[seed].startswith("harmed")]
+    assert not [
+        seed for seed in release if release[seed] == "lives" and ours[seed] != "lives"
+    ]
