@@ -1,4 +1,6 @@
-"""The configuration of a run: what may be set, defaults, profiles, checks."""
+"""The configuration of a run: what may be set, defaults, profiles, checks.
+
+One file, however long: a key, its default and its check change together."""
 
 from __future__ import annotations
 
