@@ -181,25 +181,6 @@ DEVICE_KEYS: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "mig_uuid": (_uuid, None),
     "mig_parent_total": (_positive_size, None),
 }
-RUN_KEYS = (
-    "profile",
-    "devices",
-    "device",
-    "strict",
-    "trace",
-    "driver_version",
-    "synchronize_us",
-    "streams_behind",
-    "behind_queries",
-    "behind_us",
-    "timeline",
-    "report",
-    "nvml",
-    "nvml_errors",
-    "inject",
-    "moves",
-    "hooks",
-)
 NUMBERS = (
     "strict",
     "trace",
@@ -208,6 +189,19 @@ NUMBERS = (
     "streams_behind",
     "behind_queries",
     "behind_us",
+)
+RUN_KEYS = (
+    *NUMBERS,
+    "profile",
+    "devices",
+    "device",
+    "timeline",
+    "report",
+    "nvml",
+    "nvml_errors",
+    "inject",
+    "moves",
+    "hooks",
 )
 INJECT_KEYS = ("call", "device", "nth", "over", "times", "error")
 MOVE_KEYS = ("device", "bytes", "at_allocation", "at_phase")
