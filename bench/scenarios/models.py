@@ -108,6 +108,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "image_token_id": 5,
         "video_token_id": 6,
     },
+    "shared experts": COMMON
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "qkv_bias": True,
+    },
     # Gated DeltaNet layers: 1 MiB of float32 state a sequence, layer and 16 heads.
     "hybrid": COMMON
     | {

@@ -2,7 +2,8 @@
 
 The argument is a JSON object; DEFAULTS lists its keys. Prints a RESULT line with what
 each pass was given and did, for each generation without a failure and with one: at each
-layer of the prefill and of a decode, in both passes of a step, and in the logits.
+layer of the prefill and of a decode, in both passes of a step, in the logits, and of an
+error that is none of memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "thread": False,  # another thread of the process allocates and frees
     "allocator": "",  # PYTORCH_ALLOC_CONF
     "limit": False,  # PyTorch's limit is what fails, not the device
+    "experts": False,  # allocations fail in routed experts, not in attention
     "llm": {},  # further arguments of LLM
 }
 TOKENS = 3
@@ -35,8 +37,9 @@ DEVICE_CALLS = "cudaMalloc*", "cuMemAlloc*", "cuMemCreate"
 class Passes:
     """Watches the forward passes of an engine and lets allocations fail in them."""
 
-    def __init__(self, runner: Any, limit: bool):
+    def __init__(self, runner: Any, limit: bool, experts: bool):
         self.limit = limit
+        self.error: Exception | None = None  # what is raised instead
         self.seen: list[dict[str, Any]] = []
         self.at: tuple[int, int] | None = None  # step and layer; -1: the logits
         self.times = 0
@@ -45,16 +48,24 @@ class Passes:
         compute_logits = model.compute_logits
         model.compute_logits = lambda *given: self.layer(-1, compute_logits, *given)
         context = runner.vllm_config.compilation_config.static_forward_context
-        layers = [layer for layer in context.values() if hasattr(layer, "impl")]
+        part, *names = (
+            ("routed_experts", "forward_modular", "forward_monolithic")
+            if experts
+            else ("impl", "forward")
+        )
+        layers = [layer for layer in context.values() if hasattr(layer, part)]
         self.layers = len(layers)
         for index, layer in enumerate(layers):
-            self.watch(index, layer.impl)
+            for name in names:
+                self.watch(index, getattr(layer, part), name)
 
-    def watch(self, index: int, impl: Any) -> None:
-        forward = impl.forward
-        impl.forward = lambda *given, **named: self.layer(
-            index, forward, *given, **named
-        )
+    def watch(self, index: int, part: Any, name: str) -> None:
+        forward = getattr(part, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            return self.layer(index, forward, *given, **named)
+
+        object.__setattr__(part, name, watched)
 
     def begin(self, _: Any, given: Any, named: Any) -> None:
         import torch
@@ -78,6 +89,8 @@ class Passes:
             step = self.at[0]
             self.times -= 1
             self.at = (step + 1, index)
+            if self.error is not None:
+                raise self.error
             allocate_in_vain(self.limit)
         return forward(*given, **named)
 
@@ -140,20 +153,27 @@ def main() -> None:
         started = {key: case[key] for key in keys} | {"folder": str(Path(folder, "m"))}
         llm = start.engine(started, {})
         with company(case["thread"]):
-            result = serve(llm, case["limit"])
+            result = serve(llm, case["limit"], case["experts"])
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def serve(llm: Any, limit: bool) -> dict[str, Any]:
+def serve(llm: Any, limit: bool, experts: bool) -> dict[str, Any]:
+    import torch
+
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    passes = Passes(runner, limit)
+    passes = Passes(runner, limit, experts)
     runs = [generate(llm, passes, None)]
     failures = [(step, layer) for step in (0, 1) for layer in range(passes.layers)]
     for at in failures:
         runs.append(generate(llm, passes, at))
     runs.append(generate(llm, passes, (0, 1), times=2))
     runs.append(generate(llm, passes, (0, -1)))
+    passes.error = RuntimeError("shapes differ")
+    try:
+        raise torch.OutOfMemoryError("Memory was short before.")
+    except torch.OutOfMemoryError:  # which the caller handles while it generates
+        runs.append(generate(llm, passes, (0, 1)))
     runs.append(generate(llm, passes, None))
     return {"layers": passes.layers, "runs": runs}
 

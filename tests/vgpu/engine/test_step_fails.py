@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "V1": V1,
     "V2": {},
     "V1, experts": V1 | {"model": "moe"},
+    "V1, shared experts": V1 | {"model": "shared experts", "experts": True},
+    "V2, shared experts": {"model": "shared experts", "experts": True},
     "V1, compiled, experts": V1 | {"model": "moe"} | IN_PIECES,
     "V2, compiled, experts": {"model": "moe"} | IN_PIECES,
     "V2, full graphs": {"graphs": True, "compile": True},
@@ -31,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "V2, beside a thread, expandable segments": {"thread": True} | EXPANDABLE,
     "V2, PyTorch's limit": {"limit": True},
 }
-SHORT = "V1", "V2, expandable segments"
+SHORT = "V1", "V2, expandable segments", "V2, shared experts"
 
 
 def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
 def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     result = serve(case, "envelope", tmp_path)
-    _, *failing, twice, logits, last = result["runs"]
+    _, *failing, twice, logits, other, last = result["runs"]
     assert last["outcome"] == "served"
     layers = list(range(result["layers"]))
     assert len(failing) == 2 * len(layers)
@@ -78,6 +80,9 @@ def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
         assert error["outcome"] == "OutOfMemoryError"
         for said in ("Tried to allocate 256.00 MiB", "MiB free", "--max-num-batched"):
             assert said in error["error"]
+    # The caller was handling an out of memory meanwhile; this is none.
+    assert (other["outcome"], other["error"]) == ("RuntimeError", "shapes differ")
+    assert len(other["passes"]) == 1
     assert [p["layers"] for p in twice["passes"]] == [[0, 1], [0, 1]]
     assert logits["passes"][0]["layers"] == layers
 
@@ -86,9 +91,14 @@ def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SHORT)
 def test_official_dies(name: str, tmp_path: Path) -> None:
-    first, *failing, last = serve(CASES[name], "official", tmp_path)["runs"]
-    assert first["outcome"] == last["outcome"] == "served"
+    first, *failing, _, last = serve(CASES[name], "official", tmp_path)["runs"]
+    assert first["outcome"] == "served"
+    # Layers with shared experts fail for good.
+    assert last["outcome"] == ("AssertionError" if "shared" in name else "served")
     for one in failing:
+        if "shared" in name and one is not failing[0]:
+            assert one["outcome"] == "AssertionError", one
+            continue
         assert one["outcome"] == "OutOfMemoryError", one
         assert "--" not in one["error"]
 
@@ -98,7 +108,7 @@ def test_official_dies(name: str, tmp_path: Path) -> None:
 def test_embeddings_are_not_read_twice(tmp_path: Path) -> None:
     """The first layers overwrite those that a multimodal model is given."""
     result = serve({"model": "vision"} | V1, "envelope", tmp_path)
-    first, *failing, last = result["runs"]
+    first, *failing, _, last = result["runs"]
     assert first["outcome"] == last["outcome"] == "served"
     for one in failing:
         assert one["outcome"] == "OutOfMemoryError", one
