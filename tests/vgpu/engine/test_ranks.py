@@ -249,7 +249,7 @@ def test_all_end_however_they_are_started(
     ("how", "phases"),
     [
         ("raise", ("load_model", "profile")),
-        ("memory", ("profile", "kv_cache", "warm_up")),
+        ("memory", ("profile", "kv_cache")),
         ("kill", ("init_device", "profile", "kv_cache")),
     ],
 )
