@@ -57,15 +57,21 @@ def call(ranks: int, method: str = "act", **more: Any) -> Call:
 
 
 FAILS, DIES = {"goes": "wrong"}, {"goes": "down"}
-LATE = {"delay": 3.0}
+FAILS_LATER = {"goes": "wrong later"}  # once all have met
+LATE, SLOW = {"delay": 3.0}, {"delay": 5.0}
 NAMED: dict[str, list[Call]] = {
     "a failure of all ranks": [call(2, does={0: FAILS, 1: FAILS}), call(2)],
     "a failure before others reply": [call(2, does={0: FAILS}), call(2), call(2)],
     "a failure beside a slow rank": [call(2, does={0: FAILS, 1: LATE}), call(2)],
     "a reply after the timeout": [call(2, does={0: LATE}, timeout=1), call(2), call(2)],
     "a failure of a rank that is not asked": [
-        call(2, "sample_tokens", output=0, does={1: {"goes": "wrong later"}}),
+        call(2, "sample_tokens", output=0, does={1: FAILS_LATER}),
         call(2, output=0),
+        call(2),
+    ],
+    "a step that all fail before a slow call": [
+        call(2, "sample_tokens", ahead=True, does={0: FAILS_LATER, 1: FAILS_LATER}),
+        call(2, does={0: SLOW}),
         call(2),
     ],
     "a step that one fails": [call(2, "sample_tokens", does={1: FAILS}), call(2)],

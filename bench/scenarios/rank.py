@@ -42,6 +42,7 @@ class Rank:
         pooled = sum(d.handle[1] for d in allocator.pointer_to_data.values())
         return {
             "rank": self.rank,
+            "process": os.getpid(),
             "device": at,
             "requested": int(self.requested_memory),
             "before": self.held_before,

@@ -6,6 +6,7 @@ line for each: how it ended, the error if it failed, and what each rank says of 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import os
@@ -40,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "method": "fork",  # how workers are started
     "engine_process": False,  # the engine core is a process, as when serving
     "serve": False,  # the engine is one that serves; it does not generate
+    "dies": None,  # the rank that is killed while that engine is idle
     "environment": {},
     "llm": {},  # further arguments of LLM
 }
@@ -167,7 +169,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         arguments = start.ENGINE | arguments | case["llm"]
         arguments["model"] = models.write(case["model"], Path(written))
         if case["serve"]:
-            serve(arguments)
+            serve(arguments, case["dies"], result, folder)
             return
         llm = LLM(**arguments)
     result["seconds"] = time.perf_counter() - began
@@ -197,11 +199,38 @@ def use_ray(folder: Path) -> None:
     os.environ["RAY_TMPDIR"] = str(folder)
 
 
-def serve(arguments: dict[str, Any]) -> None:
+def serve(
+    arguments: dict[str, Any], dies: int | None, result: dict[str, Any], folder: Path
+) -> None:
+    """What is told of a rank that dies: "health" and "request"."""
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)).shutdown()
+    async def ask(engine: Any) -> None:
+        told = await engine.collective_rpc("tell")
+        os.kill(told[dies]["process"], signal.SIGKILL)
+        (folder / "failed").write_text(str(time.monotonic()))
+        try:
+            while True:  # until it is noticed, or patience ends
+                await engine.check_health()
+                await asyncio.sleep(0.05)
+        except Exception as error:
+            result["health"] = str(error)
+        try:
+            asked = {"prompt_token_ids": [3] * 16}
+            async for _ in engine.generate(asked, SamplingParams(), request_id="1"):
+                pass
+        except Exception as error:
+            result["request"] = str(error)
+
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        if dies is not None:
+            await ask(engine)
+        engine.shutdown()
+
+    asyncio.run(main())
 
 
 def left(session: int) -> list[str]:

@@ -16,6 +16,7 @@ NAMED = (
     "a failure beside a slow rank",
     "a reply after the timeout",
     "a failure of a rank that is not asked",
+    "a step that all fail before a slow call",
     "a step that one fails",
     "a large reply",
 )

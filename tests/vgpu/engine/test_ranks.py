@@ -14,7 +14,7 @@ MIB, GIB = 2**20, 2**30
 REQUESTED = 2 * GIB  # gpu_memory_utilization 0.5
 full, topic = pytest.mark.full, pytest.mark.topic
 long = pytest.mark.long
-TP2 = {"tensor_parallel_size": 2}
+TP2, TP4 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 PP2 = {"pipeline_parallel_size": 2}
 EXPERTS = {"enable_expert_parallel": True}
 SECONDS = 10  # in which all processes of an engine end
@@ -186,6 +186,30 @@ def test_all_end_when_one_dies(
         assert re.search(told, engine["log"]), phase
 
 
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_an_idle_engine_says_who_died(vllm: str, tmp_path: Path) -> None:
+    """To health checks and the next request; the release says that one did."""
+    case = {"serve": True, "dies": 1, "llm": TP2}
+    (engine,) = ranks([case], vllm, tmp_path)["every"]
+    assert engine["failed_after"] <= SECONDS and not engine["left"], engine
+    for told in engine["health"], engine["request"]:
+        assert "EngineCore encountered an issue" in told
+        says = "Worker rank 1 died unexpectedly (exit code: -9)" in told
+        assert says == (vllm == "envelope"), told
+
+
+@full
+@pytest.mark.parametrize("how", ["memory", "kill"])
+def test_all_of_four_end_when_one_fails(how: str, tmp_path: Path) -> None:
+    cases = [failing(2, phase, how, TP4) for phase in PHASES]
+    engines = ranks(cases, "envelope", tmp_path, devices=4)["every"]
+    why = "failed with .*out of memory" if how == "memory" else "died .*exit code: -9"
+    for phase, engine in zip(PHASES, engines, strict=True):
+        check_ended(engine)
+        told = rf"(?:Error|Exception): .*Worker rank 2 {why}"
+        assert re.search(told, engine["log"]), phase
+
+
 def test_the_caller_is_told_the_rank(tmp_path: Path) -> None:
     """Where the engine is in the caller's process, which has what it raises."""
     phases = ("load_model", "profile", "execute_model")
@@ -221,11 +245,20 @@ def test_all_end_however_they_are_started(
 
 
 @full
-def test_engines_that_share_experts_end_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "phases"),
+    [
+        ("raise", ("load_model", "profile")),
+        ("memory", ("profile", "kv_cache")),
+        ("kill", ("init_device", "profile", "kv_cache")),
+    ],
+)
+def test_engines_that_share_experts_end_together(
+    how: str, phases: tuple[str, ...], tmp_path: Path
+) -> None:
     """As when serving: one of two data parallel engines fails."""
-    phases = ("load_model", "profile")
     llm = EXPERTS | {"data_parallel_size": 2}
-    cases = [failing(1, p, "raise", llm, model="moe", serve=True) for p in phases]
+    cases = [failing(1, p, how, llm, model="moe", serve=True) for p in phases]
     for result in ranks(cases, "envelope", tmp_path)["every"]:
         # An engine that has not started 5 seconds after it was told to end is killed
         # with all of its processes, who then cannot remove their queues.
