@@ -1,12 +1,14 @@
 """Sleep and wake-up beside a trainer: a thread that allocates, frees what sleeps and
 empties PyTorch's cache, while calls of the driver fail.
 
-The argument is a JSON object: "cycles", "seed", "fail" (whether calls fail). Contents
-are written once and read after each wake-up that succeeded.
+The argument is a JSON object: "cycles", "seed", "fail" (whether calls fail), "capture"
+(whether graphs are captured, in which pools are entered). Contents are written once and
+read after each wake-up that succeeded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
@@ -35,25 +37,32 @@ def main() -> None:
     # Shared with the trainer: what it may free at any time.
     mine: list[tuple[torch.Tensor, int]] = []
     lock = threading.Lock()
+    quiet = threading.Lock()  # held while a graph is captured: CUDA wants it
     done = threading.Event()
-    count = {"slept": 0, "woken": 0, "refused": 0, "freed": 0, "trained": 0, "lost": 0}
+    names = "slept woken refused freed trained captured replayed lost"
+    count = dict.fromkeys(names.split(), 0)
+    graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
     errors: list[str] = []
 
     def trainer() -> None:
         rng = random.Random(case["seed"] + 1)
         while not done.is_set():
-            try:
-                held = torch.empty(rng.randrange(1, 64) * MIB // 2, dtype=torch.uint8,
+            with quiet:
+                train(rng)
+
+    def train(rng: random.Random) -> None:
+        try:
+            held = torch.empty(rng.randrange(1, 64) * MIB // 2, dtype=torch.uint8,
                                    device="cuda")  # fmt: skip
-                del held
-            except torch.OutOfMemoryError:
-                pass
-            with lock:
-                if len(mine) > 2 and rng.random() < 0.5:
-                    del mine[rng.randrange(len(mine))]
-                    count["freed"] += 1
-            torch.cuda.empty_cache()
-            count["trained"] += 1
+            del held
+        except torch.OutOfMemoryError:
+            pass
+        with lock:
+            if len(mine) > 2 and rng.random() < 0.5:
+                del mine[rng.randrange(len(mine))]
+                count["freed"] += 1
+        torch.cuda.empty_cache()
+        count["trained"] += 1
 
     def fail(calls: tuple[str, ...]) -> Any:
         if case["fail"] and rng.random() < 0.5:
@@ -76,6 +85,26 @@ def main() -> None:
             count["refused"] += 1
             return False
 
+    def capture() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            quiet,
+            allocator.cudagraph_pool() as pool,
+            torch.cuda.graph(graph, pool=pool),
+        ):
+            held = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+            with allocator.use_memory_pool("workspace"):
+                size = rng.choice([1, 4, 24]) * MIB // 2
+                work = torch.zeros(size, dtype=torch.uint8, device="cuda")
+            work[:1].add_(held[:1])
+        graphs.append((graph, work))
+        count["captured"] += 1
+
+    def replay() -> None:
+        for graph, _ in graphs:
+            graph.replay()
+            count["replayed"] += 1
+
     other = threading.Thread(target=trainer)
     try:
         other.start()
@@ -94,6 +123,9 @@ def main() -> None:
                 with lock:
                     mine.append((tensor, number))
                 del tensor
+            if case.get("capture") and rng.random() < 0.3:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    capture()
             fail(SLEEP_CALLS)
             count["slept"] += attempt(allocator.sleep, "weights")
             clear()
@@ -104,6 +136,7 @@ def main() -> None:
             while not woken:
                 woken = attempt(allocator.wake_up)
             count["woken"] += 1
+            replay()
             with lock:
                 kept = list(mine)
             for tensor, number in kept:
@@ -113,12 +146,17 @@ def main() -> None:
             if cycle % 10 == 9:
                 with lock:
                     mine.clear()
+                with quiet:  # what was captured is freed
+                    graphs.clear()
+                    allocator.release_pools()
     except BaseException as error:
         errors.append(f"{type(error).__name__}: {error}"[:500])
     finally:
         done.set()
         other.join()
     mine.clear()
+    graphs.clear()
+    errors or allocator.release_pools()
     gc.collect()
     errors or torch.cuda.empty_cache()
     result = count | {

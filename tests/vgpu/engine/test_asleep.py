@@ -26,7 +26,9 @@ def test_nothing_is_lost_beside_a_trainer(
     cycles: int, fail: bool, tmp_path: Path
 ) -> None:
     """Nor is the primary context released, which ends a slice's account."""
-    case = {"cycles": cycles, "seed": 7, "fail": fail}
+    # In 0.26.0 no pool is entered while a graph is captured.
+    capture = BASE != "0.26.0"
+    case = {"cycles": cycles, "seed": 7, "fail": fail, "capture": capture}
     result = run(
         "asleep", case, vllm="envelope", device=DEVICE, folder=tmp_path, timeout=1400
     )
@@ -35,6 +37,8 @@ def test_nothing_is_lost_beside_a_trainer(
     assert result["slept"] == cycles or fail
     assert result["refused"] > 0 or not fail
     assert result["freed"] > cycles
+    assert (result["captured"] > cycles // 10) == capture
+    assert (result["replayed"] > cycles // 10) == capture
     assert result["lost"] == result["records"] == result["left"] == 0
     assert result["pinned"] == 0 or BASE == "0.26.0"  # PyTorch keeps it there
 
