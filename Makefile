@@ -9,7 +9,7 @@ RUN = .venv/bin/python -m $(1) --base $(BASE)
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift carry compare pr check verify vgpu ray \
   envelope device test test-all test-long topics lint bench bench-load \
   bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
@@ -32,9 +32,12 @@ source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a pa
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,scripts.export)
 
-rebase: source  ## TO=: the series for another release; CHECK=1 only reports
+rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
 	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
+
+drift: source  ## TO=: what the whole series meets on another release
+	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
 carry: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
 	@$(call RUN,scripts.carry) --to $(or $(TO),$(error TO=<vLLM release> is needed))

@@ -323,7 +323,7 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the source distributions of vLLM 0.32.0 and 0.33.0."""
     folder = tmp_path_factory.mktemp("upstream")
     from scripts.release import Artifact, Base, fetch
-    from tests.tools.test_rebase import PINNED
+    from tests.tools.test_drift import PINNED
 
     older = Artifact("vllm-0.32.0.tar.gz", PINNED)
     for artifact in (older, Base.load(ROOT, "0.33.0").sdist):
