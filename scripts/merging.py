@@ -85,6 +85,11 @@ class Repository:
         made = ("commit-tree", f"{name}^{{tree}}", *options, "-m", message)
         return git(self.path, *made).strip()
 
+    def copy(self, commit: str, tree: str, parent: str) -> str:
+        """A commit with another's message and author, of `tree` on `parent`."""
+        message = git(self.path, "show", "-s", "--format=%B", commit)
+        return self.commit(tree, parent, message=message)
+
     def hunks(self, merged: Merged) -> Counter[str]:
         """The number of conflicts by file; a file that only one side has is one."""
         return Counter(
