@@ -29,7 +29,7 @@ image: overlay  ## IMAGE= on the official image, or the tag or digest given
 	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
-	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
+	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git "$(VLLM_GIT)")
 
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,scripts.export)
@@ -51,9 +51,9 @@ compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
 	@$(call RUN,scripts.source)
 	@$(call RUN,scripts.pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
-	  --git $(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed)) \
-	  $(if $(ONTO),--onto $(ONTO)) $(if $(BRANCH),--branch $(BRANCH)) \
-	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation $(VALIDATION)) \
+	  --git "$(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed))" \
+	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
+	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \
 	  $(if $(NO_HOOKS),--no-hooks)
 
 alone: source  ## each topic on the release with just what it needs: applies, lints

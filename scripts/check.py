@@ -1,9 +1,10 @@
 """Check each patch in order, as a maintainer would.
 
-It applies; upstream's ruff and clang-format pass on the lines it touches; its
-Python compiles; and of the tests it touches at least one fails without it and
-all pass with it, on the virtual device, but for those that expected.toml lists
-as needing kernels that compute.
+It applies; upstream's ruff and clang-format pass on the lines it touches, and its
+own hooks on the files; its Python compiles; and of the tests it touches at least one
+fails without it and all pass with it, on the virtual device, but for those that
+expected.toml lists as needing kernels that compute. Of the whole series it runs
+upstream's mypy once.
 
 With --alone a patch is checked on the release with just what topics.toml says that it
 needs, merged three-way in the order of the series, and no name it uses may be missing.
@@ -23,7 +24,7 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts import caches
+from scripts import caches, upstream_hooks
 from scripts.build_wheel import changed_members
 from scripts.commands import Problem, command, locked, scratch
 from scripts.merging import Repository
@@ -53,6 +54,7 @@ def main(args: argparse.Namespace) -> None:
         raise Problem(f"not in the series: {', '.join(sorted(unknown))}")
     chosen = [p for p in patches if not args.patches or p.name in args.patches]
     failed = []
+    hooks = base.root / "build/hooks"
     with locked(base.root), scratch(base.root / "build", "check") as folder:
         tree = folder / "vllm"
         git(folder, "clone", "-q", "--shared", "--no-checkout", str(base.tree), "vllm")
@@ -70,6 +72,7 @@ def main(args: argparse.Namespace) -> None:
             if not faults:
                 touched = touched_lines(tree)
                 faults = lint(tree, touched) + syntax(tree, touched)
+                faults += upstream_hooks.run(tree, sorted(touched), hooks)
                 if alone:
                     faults += alone.missing(patch.stem, touched)
                 if not args.no_tests:
@@ -78,6 +81,11 @@ def main(args: argparse.Namespace) -> None:
             for fault in faults:
                 print(f"  {fault}")
             failed += [patch.name] if faults else []
+        if not args.patches and not alone:
+            files = sorted(touched_lines(tree, BASE_REF))
+            faults = upstream_hooks.run(tree, files, hooks, slow=True)
+            print(*(["the series:", *faults] if faults else []), sep="\n  ")
+            failed += ["the series"] if faults else []
     if failed:
         raise Problem(f"{len(failed)} of {len(chosen)} patches: {', '.join(failed)}")
 

@@ -30,6 +30,9 @@ def main(args: argparse.Namespace) -> None:
     if not list((base.root / "dist").glob(f"vllm-{base.local_version}-overlay-*.pyz")):
         raise Problem("there is no overlay of this series in dist/: 'make overlay'.")
     image = args.image or f"vllm/vllm-openai:v{base.version}"
+    if image.startswith("vllm/"):
+        # Debian's buildah and podman search no registry for a short name.
+        image = f"docker.io/{image}"
     tag = args.tag or f"vllm-openai:{base.local_version.replace('+', '-')}"
     builder = shlex.split(args.builder) if args.builder else [found_builder()]
     if not shutil.which(builder[0]):

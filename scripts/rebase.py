@@ -99,7 +99,7 @@ def move(old: Base, new: Base, patch: Path) -> None:
     outcomes[patch.name] = (outcome.kind, outcome.files, head)
     notes.write_text(json.dumps(outcomes))
     if outcome.kind == "conflict":
-        again = f"make rebase TO={new.version}"
+        again = f"make rebase BASE={old.version} TO={new.version}"
         raise Problem(conflict_report(new.tree, patch, outcome, again))
     tell(patch, outcome)
     if outcome.kind in ("applies", "merged", "resolved"):

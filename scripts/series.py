@@ -179,9 +179,20 @@ def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> st
     return (
         f"{patch.name} conflicts in {', '.join(outcome.files)}:\n{hunks}\n"
         f"To resolve it: in {tree}\n"
-        "  edit the files, git add them, git am --continue\n"
+        f"  edit the files, git add them, git{nameless(tree)} am --continue\n"
         f"then {again} again. To give up: remove that folder."
     )
+
+
+def nameless(tree: Path) -> str:
+    """git's options for a user who has no name there, else nothing."""
+    for key in ("user.name", "user.email"):
+        found = ["git", "-C", str(tree), "config", key]
+        if subprocess.run(found, stdout=subprocess.DEVNULL).returncode:
+            break
+    else:
+        return ""
+    return f' -c user.name="{IDENTITY[0]}" -c user.email={IDENTITY[1]}'
 
 
 def unresolved(tree: Path) -> bool:

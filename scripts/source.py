@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from scripts.series import (
     export,
     git,
     made,
+    nameless,
     run_git,
 )
 
@@ -95,8 +95,7 @@ def start(base: Base, tree: Path, clone: Path | None) -> None:
         git(tree, "-c", "core.compression=0", "add", "--all", "--force")
         git(tree, "commit", "-q", "-m", f"vLLM {base.version}, source distribution")
     git(tree, "update-ref", BASE_REF, "HEAD")
-    found = ["git", "-C", str(tree), "config", "user.email"]
-    if subprocess.run(found, stdout=subprocess.DEVNULL).returncode:
+    if nameless(tree):
         # The user has no identity of her own: what she commits here needs one.
         for key, value in zip(("user.name", "user.email"), IDENTITY, strict=True):
             git(tree, "config", key, value)
