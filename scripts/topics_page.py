@@ -19,17 +19,11 @@ TABLES = re.compile(r"<!-- topics: (.+?) -->\n.*?<!-- end -->", re.S)
 NEEDS = "what each needs"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="report, write nothing")
-
-
 def main(args: argparse.Namespace) -> None:
     with locked(args.root):
         path = args.root / PAGE
         old = path.read_text()
         new = page(args.root, old)
-        if new != old and args.check:
-            raise Problem(f"{PAGE} is not what {FILE} says: 'make topics-page'.")
         if new != old:
             write_whole(path, new)
         print(f"{PAGE}: {'written' if new != old else 'up to date'}")
