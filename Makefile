@@ -6,35 +6,40 @@ ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 RUN = .venv/bin/python -m $(1) --base $(BASE)
+# What ships, of all topics or those asked for.
+SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase carry compare pr check verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check verify vgpu ray \
   envelope device test test-all test-long topics lint bench bench-load \
   bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
-	@$(call RUN,scripts.build_wheel) --arch $(ARCH)
+wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64); TOPICS="a b": with those alone
+	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
 
 overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
-	@$(call RUN,scripts.overlay) --arch $(ARCH)
+	@$(call SHIP,scripts.overlay) --arch $(ARCH)
 
 image: overlay  ## IMAGE= on the official image, or the tag or digest given
-	@$(call RUN,scripts.image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
+	@$(call SHIP,scripts.image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
 	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
-	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git $(VLLM_GIT))
+	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git "$(VLLM_GIT)")
 
 export: .venv/ready  ## vllm/'s commits back to patch files
 	@$(call RUN,scripts.export)
 
-rebase: source  ## TO=: the series for another release; CHECK=1 only reports
+rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
 	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
+
+drift: source  ## TO=: what the whole series meets on another release
+	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
 carry: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
 	@$(call RUN,scripts.carry) --to $(or $(TO),$(error TO=<vLLM release> is needed))
@@ -46,16 +51,22 @@ compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
 	@$(call RUN,scripts.source)
 	@$(call RUN,scripts.pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
-	  --git $(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed)) \
-	  $(if $(ONTO),--onto $(ONTO)) $(if $(BRANCH),--branch $(BRANCH)) \
-	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation $(VALIDATION)) \
+	  --git "$(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed))" \
+	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
+	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \
 	  $(if $(NO_HOOKS),--no-hooks)
+
+alone: source  ## each topic on the release with just what it needs: applies, lints
+	@$(call RUN,scripts.check) --alone --no-tests
+
+topics-page: .venv/ready  ## patches/README.md's tables, from topics.toml
+	@$(call RUN,scripts.topics_page)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,scripts.check)
 
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else
-	@$(call RUN,scripts.verify) $(WHEEL)
+	@$(call SHIP,scripts.verify) $(WHEEL)
 
 vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 	@$(ENV)/bin/python -m vgpu build
@@ -63,7 +74,7 @@ vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
 ray: build/ray/ready  ## for the tests of its workers
 
 envelope: wheel
-	@$(call RUN,scripts.unpack)
+	@$(call SHIP,scripts.unpack)
 
 test: vgpu envelope overlay  ## what shows that it works, in minutes
 	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu

@@ -24,6 +24,7 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
+from scripts import topics
 from scripts.commands import Problem, command, locked, scratch
 from scripts.release import Base, Extension, fetch, sha256
 from scripts.series import BASE_REF, git
@@ -34,10 +35,11 @@ LIMITED_API_FLAGS = ("-fno-exceptions", "-fno-rtti", "-fno-sanitize=all")
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default=os.uname().machine)
+    topics.options(parser)
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
+    base = topics.chosen(args)
     official = base.wheel(args.arch)
     with locked(args.root):
         dist = base.root / "dist"
@@ -52,6 +54,7 @@ def main(args: argparse.Namespace) -> None:
         source = fetch(official, base.version)
         require_space(dist, source)
         with scratch(dist, "wheel") as folder:
+            base = topics.with_tree(base, folder)
             members = changed_members(base, base.tree, args.arch, folder)
             part = folder / target.name
             assemble(base, source, members, part)
@@ -63,6 +66,8 @@ def main(args: argparse.Namespace) -> None:
                 old.unlink()
             made_path.write_text(json.dumps(made))
         print(f"{target}\n{len(members)} members differ from {official.file}")
+        if base.topics:
+            print("topics:", *base.topics, sep="\n  ")
 
 
 def fingerprint(base: Base, arch: str) -> str:

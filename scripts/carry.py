@@ -86,7 +86,8 @@ def carry(
     patch.write_bytes(text.encode("utf-8", "surrogateescape"))
     outcome = transplant(source.tree, target.tree, patch)
     if outcome.kind == "conflict":
-        raise Problem(conflict_report(target.tree, patch, outcome, "make carry"))
+        again = f"make carry BASE={source.version} TO={target.version}"
+        raise Problem(conflict_report(target.tree, patch, outcome, again))
     return {
         "applies": "carried",
         "merged": "carried, merged into changed surroundings",

@@ -1,9 +1,13 @@
 """Check each patch in order, as a maintainer would.
 
-It applies; upstream's ruff and clang-format pass on the lines it touches; its
-Python compiles; what it calls on self is defined; and of the tests it touches at
-least one fails without it and all pass with it, on the virtual device, but for those
-that expected.toml lists as needing kernels that compute.
+It applies; upstream's ruff and clang-format pass on the lines it touches, and its
+own hooks on the files; its Python compiles; what it calls on self is defined; and of
+the tests it touches at least one fails without it and all pass with it, on the virtual
+device, but for those that expected.toml lists as needing kernels that compute. Of the
+whole series it runs upstream's mypy once.
+
+With --alone a patch is checked on the release with just what topics.toml says that it
+needs, merged three-way in the order of the series, and no name it uses may be missing.
 """
 
 from __future__ import annotations
@@ -20,12 +24,16 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts import caches
+from scripts import caches, upstream_hooks
 from scripts.build_wheel import changed_members
 from scripts.commands import Problem, command, locked, scratch
-from scripts.outcomes import chosen, outcomes
+from scripts.merging import Repository
+from scripts.names import names, words
+from scripts.outcomes import chosen as tests_by_name
+from scripts.outcomes import outcomes
 from scripts.release import Base
-from scripts.series import BASE_REF, apply, git, run_git
+from scripts.series import BASE_REF, apply, commits, git, run_git
+from scripts.topics import also_needed, stack, with_needs
 
 DEVICE = ("--memory", "16GiB")
 TEST_LIMIT = 900
@@ -34,6 +42,7 @@ EXPECTED = "tests/vgpu/upstream/expected.toml"
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tests", action="store_true", help="lint only")
+    parser.add_argument("--alone", action="store_true", help="with what it needs only")
     parser.add_argument("patches", nargs="*", help="only these (default: all)")
 
 
@@ -43,27 +52,87 @@ def main(args: argparse.Namespace) -> None:
     unknown = set(args.patches) - {patch.name for patch in patches}
     if unknown:
         raise Problem(f"not in the series: {', '.join(sorted(unknown))}")
+    chosen = [p for p in patches if not args.patches or p.name in args.patches]
     failed = []
+    hooks = base.root / "build/hooks"
     with locked(base.root), scratch(base.root / "build", "check") as folder:
         tree = folder / "vllm"
         git(folder, "clone", "-q", "--shared", "--no-checkout", str(base.tree), "vllm")
         git(tree, "fetch", "-q", "origin", f"{BASE_REF}:{BASE_REF}")
         git(tree, "checkout", "-q", "-b", "check", BASE_REF)
-        for patch in patches:
-            apply(base, tree, [patch])
-            if args.patches and patch.name not in args.patches:
+        alone = Alone(base, tree) if args.alone else None
+        for patch in patches if alone is None else chosen:
+            faults = []
+            if alone:
+                faults = alone.place(patch.stem)
+            else:
+                apply(base, tree, [patch])
+            if patch not in chosen:
                 continue
-            touched = touched_lines(tree)
-            faults = lint(tree, touched) + syntax(tree, touched)
-            faults += undefined(tree, touched)
-            if not args.no_tests:
-                faults += own_tests(base, tree, touched, folder)
-            print(f"{patch.name}: {'ok' if not faults else ''}")
+            if not faults:
+                touched = touched_lines(tree)
+                faults = lint(tree, touched) + syntax(tree, touched)
+                faults += undefined(tree, touched)
+                faults += upstream_hooks.run(tree, sorted(touched), hooks)
+                if alone:
+                    faults += alone.missing(patch.stem, touched)
+                if not args.no_tests:
+                    faults += own_tests(base, tree, touched, folder)
+            print(f"{patch.name}: {'ok' if not faults else ''}", flush=True)
             for fault in faults:
                 print(f"  {fault}")
             failed += [patch.name] if faults else []
+        if not args.patches and not alone:
+            files = sorted(touched_lines(tree, BASE_REF))
+            faults = upstream_hooks.run(tree, files, hooks, slow=True)
+            print(*(["the series:", *faults] if faults else []), sep="\n  ")
+            failed += ["the series"] if faults else []
     if failed:
-        raise Problem(f"{len(failed)} of {len(patches)} patches: {', '.join(failed)}")
+        raise Problem(f"{len(failed)} of {len(chosen)} patches: {', '.join(failed)}")
+
+
+class Alone:
+    """Places each topic on the release with what it needs, in the clone `tree`."""
+
+    def __init__(self, base: Base, tree: Path) -> None:
+        self.base, self.tree = base, tree
+        self.series = commits(base.tree)
+        self.release = git(tree, "rev-parse", BASE_REF).strip()
+        self.repository = Repository(tree)
+        self.words = words(tree, self.release)
+        self.defined: dict[str, set[str]] = {}
+        for name, commit in self.series.items():
+            git(tree, "checkout", "-q", "--detach", commit)
+            self.defined[name] = names(tree, touched_lines(tree)).defined - self.words
+
+    def place(self, name: str) -> list[str]:
+        """Check out a branch "check" with the topic on top; why it cannot be."""
+        root, series = self.base.root, list(self.series)
+        wanted = with_needs(root, series, [name])
+        done = stack(self.repository, self.release, self.series, wanted)
+        if not done.conflicts:
+            git(self.tree, "checkout", "-q", "-B", "check", done.head)
+            return []
+        more = also_needed(self.repository, self.release, root, self.series, name)
+        return [
+            f"{done.stopped_at} conflicts in {', '.join(done.conflicts)}; it applies "
+            f"with {', '.join(more) or 'nothing more'}, too (topics.toml)"
+        ]
+
+    def missing(self, name: str, touched: dict[str, set[int]]) -> list[str]:
+        """Names that the topic uses and only others define, which are not there."""
+        there = with_needs(self.base.root, list(self.series), [name])
+        known = set[str]().union(*(self.defined[topic] for topic in there))
+        others = {
+            word: topic
+            for topic in reversed(self.series)
+            for word in self.defined[topic]
+        }
+        return [
+            f"{where}: {word} is of {others[word]}, not among its needs (topics.toml)"
+            for word, where in names(self.tree, touched).used.items()
+            if word in others and word not in known
+        ]
 
 
 def touched_lines(tree: Path, since: str = "HEAD~") -> dict[str, set[int]]:
@@ -245,7 +314,7 @@ def run_tests(
     log = subprocess.run(
         [str(python), "-m", "vgpu", *DEVICE, "--",
          str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         f"--junitxml={report}", *chosen(tests)],
+         f"--junitxml={report}", *tests_by_name(tests)],
         cwd=folder / "run", env=environment, capture_output=True, text=True,
         timeout=TEST_LIMIT,
     )  # fmt: skip

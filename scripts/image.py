@@ -7,13 +7,14 @@ import shlex
 import shutil
 import subprocess
 
+from scripts import topics
 from scripts.commands import REPOSITORY, Problem, command
-from scripts.release import Base
 
 BUILDERS = ("docker", "podman", "buildah")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    topics.options(parser)
     parser.add_argument("--image", help="official image: tag or digest")
     parser.add_argument("--tag", help="name of the new image")
     parser.add_argument("--builder", help="command to build with")
@@ -25,10 +26,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
+    base = topics.chosen(args)
     if not list((base.root / "dist").glob(f"vllm-{base.local_version}-overlay-*.pyz")):
         raise Problem("there is no overlay of this series in dist/: 'make overlay'.")
     image = args.image or f"vllm/vllm-openai:v{base.version}"
+    if image.startswith("vllm/"):
+        # Debian's buildah and podman search no registry for a short name.
+        image = f"docker.io/{image}"
     tag = args.tag or f"vllm-openai:{base.local_version.replace('+', '-')}"
     builder = shlex.split(args.builder) if args.builder else [found_builder()]
     if not shutil.which(builder[0]):

@@ -9,6 +9,7 @@ import os
 import zipfile
 from pathlib import Path
 
+from scripts import topics
 from scripts.commands import Problem, command, locked, scratch
 from scripts.release import Base, fetch
 
@@ -17,10 +18,11 @@ DATE = (2000, 1, 1, 0, 0, 0)
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default=os.uname().machine)
+    topics.options(parser)
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
+    base = topics.chosen(args)
     official = base.wheel(args.arch)
     dist = base.root / "dist"
     wheel = dist / official.file.replace(base.version, base.local_version, 1)
@@ -64,6 +66,7 @@ def write(base: Base, arch: str, official: Path, wheel: Path, target: Path) -> i
             "base": base.version,
             "version": base.local_version,
             "arch": arch,
+            "topics": base.topics,
             "files": files,
         }
         members["overlay.json"] = json.dumps(overlay, indent=1).encode()

@@ -179,6 +179,8 @@ def status(site: Path, overlay: dict[str, Any]) -> str:
         where = (
             f"vLLM {noted['version']} in {site}: overlay of {len(noted['files'])} files"
         )
+        if topics := noted.get("topics"):
+            where += f", topics {' '.join(topics)}"
     if changed:
         raise Problem(f"{where}, but these files were changed: {', '.join(changed)}")
     return where
@@ -229,7 +231,8 @@ def install(
                     moves.append((f"{NEW}/{pyc}", pyc))
         metadata = (site / old_info / "METADATA").read_bytes()
         was, now = (f"\nVersion: {overlay[v]}\n".encode() for v in ("base", "version"))
-        state = {"base": overlay["base"], "version": overlay["version"], "files": ours}
+        state = {key: overlay[key] for key in ("base", "version", "topics")}
+        state["files"] = ours
         record = (site / old_info / "RECORD").read_bytes()
         written = {
             "METADATA": metadata.replace(was, now, 1),

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from scripts import topics
 from scripts.check import lint, touched_lines
 from scripts.commands import Problem, command, locked
 from scripts.release import Base
@@ -31,8 +32,8 @@ from scripts.series import (
     transplant,
     unresolved,
 )
+from scripts.topics_page import stated
 
-PROPOSALS = "patches/pull-requests.toml"
 TEMPLATE = ".github/PULL_REQUEST_TEMPLATE.md"
 SECTIONS = ("Overview", "Claims", "Validation", "Details")
 # Upstream's own versions of these are pinned in requirements/tools.txt.
@@ -65,6 +66,9 @@ def main(args: argparse.Namespace) -> None:
     hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
     if validation is None:
         validation = check(base, patch)
+    proposal["not_duplicate"] = stated(
+        proposal["not_duplicate"], topics.threads(base.root)
+    )
     text = description(tree, template, proposal, validation + runs, hooks)
     path = base.root / f"build/pr-{patch.stem}.md"
     with locked(base.root):
@@ -80,8 +84,23 @@ def main(args: argparse.Namespace) -> None:
 
 
 def again(args: argparse.Namespace, patch: Path) -> str:
-    onto = f" ONTO={args.onto}" if args.onto != "main" else ""
-    return f"make pr TOPIC={patch.stem} VLLM_GIT={args.git}{onto}"
+    """The command that goes on, with the options of this one."""
+    given = {
+        "TOPIC": patch.stem,
+        "VLLM_GIT": args.git,
+        "BASE": args.base,
+        "ONTO": args.onto if args.onto != "main" else None,
+        "BRANCH": args.branch,
+        "SIGNOFF": args.signoff,
+        "VALIDATION": args.validation,
+        "NO_HOOKS": args.no_hooks,
+    }
+    words = (
+        f"{key}={shlex.quote('1' if value is True else str(value))}"
+        for key, value in given.items()
+        if value
+    )
+    return f"make pr {' '.join(words)}"
 
 
 def measured(path: Path) -> str:
@@ -98,17 +117,16 @@ def chosen(base: Base, topic: str) -> Path:
 
 
 def proposed(base: Base, patch: Path) -> dict[str, Any]:
-    """What pull-requests.toml says of a patch.
+    """What topics.toml says of a patch.
 
     Raises:
         Problem: it says nothing of it, or not all that upstream asks for.
     """
-    path = base.root / PROPOSALS
-    known = tomllib.loads(path.read_text()) if path.exists() else {}
-    proposal: dict[str, Any] = known.get(patch.stem, {})
+    known = topics.load(base.root)
+    proposal = known[patch.stem].told if patch.stem in known else {}
     if missing := {"claims", "not_duplicate"} - proposal.keys():
         raise Problem(
-            f"{PROPOSALS} has no {' and '.join(sorted(missing))} for {patch.stem}: "
+            f"{topics.FILE} has no {' and '.join(sorted(missing))} for {patch.stem}: "
             "upstream asks for both."
         )
     return proposal
@@ -276,7 +294,7 @@ def results(base: Base, proposal: dict[str, Any]) -> str:
     for name in proposal.get("results", []):
         path = base.root / "results" / name
         if not path.is_file():
-            raise Problem(f"{PROPOSALS} names {path}, which is not there.")
+            raise Problem(f"{topics.FILE} names {path}, which is not there.")
         text += f"\n```json\n{path.read_text().strip()}\n```\n"
     return text
 
@@ -318,6 +336,9 @@ def description(
     overview, *details = paragraphs(without_trailers(body))
     changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
     tests = [name for name in changed.split() if name.startswith("tests/")]
+    needs = [f"- {name}: it {why}" for name, why in proposal.get("needs", {}).items()]
+    if needs:
+        details += ["**Builds on** these, which are to be merged before:", *needs]
     texts = (
         overview,
         "\n".join(f"- {claim}" for claim in proposal["claims"]),
@@ -339,7 +360,8 @@ def description(
 
 
 def without_trailers(body: str) -> str:
-    return re.sub(r"(\n[A-Z][A-Za-z-]+: .*)+\s*$", "", "\n" + body.strip()).strip()
+    """Without who signed or helped; a last paragraph like "Trade-offs: ..." stays."""
+    return re.sub(r"(\n[A-Z][A-Za-z-]+-by: .*)+\s*$", "", "\n" + body.strip()).strip()
 
 
 def paragraphs(text: str) -> list[str]:

@@ -2,21 +2,21 @@
 
 Patches are merged three-way onto that release. What upstream has taken is named and
 left out. A conflict is left in build/ to be resolved; the command goes on when it is
-run again. With --check every patch is tried, and nothing is written.
+run again. --check is make drift.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from scripts.check import own_tests, touched_lines
 from scripts.commands import Problem, command, locked, scratch
-from scripts.release import Base, published
+from scripts.drift import report
+from scripts.release import Base
 from scripts.series import (
     BASE_REF,
     NAMES_REF,
@@ -28,7 +28,7 @@ from scripts.series import (
     transplant,
     unresolved,
 )
-from scripts.source import start
+from scripts.source import another
 
 SAID = {
     "applies": "applies",
@@ -53,12 +53,13 @@ def main(args: argparse.Namespace) -> None:
     with locked(args.root):
         if args.check:
             with scratch(args.root / "build", "rebase") as folder:
-                survey(old, begin(old, args.to, folder / "new"))
+                new = another(old, args.to, folder / "new")
+                print(*report(old, new, folder), sep="\n")
             return
         folder = args.root / f"build/rebase-{args.to}"
         if not folder.exists():
             with scratch(args.root / "build", "rebase") as part:
-                begin(old, args.to, part / "new")
+                another(old, args.to, part / "new")
                 (part / "new").rename(folder)
         new = Base.load(folder, args.to)
         for patch in old.patches():
@@ -76,49 +77,6 @@ def main(args: argparse.Namespace) -> None:
             new.tree.rename(part / "vllm")
             shutil.rmtree(folder)
             unpatched_tests(replace(new, root=args.root), part / "vllm")
-
-
-def begin(old: Base, version: str, folder: Path) -> Base:
-    """The release's pins and source below ``folder``, laid out as a project.
-
-    Raises:
-        Problem: no such release, or one without the wheels that we build.
-    """
-    files = published(version)
-    text = (old.folder / "base.toml").read_text()
-    ends = {".tar.gz": old.sdist} | {f"_{a}.whl": w for a, w in old.wheels.items()}
-    for end, before in ends.items():
-        after = [file for file in files if file.file.endswith(end)]
-        if len(after) != 1:
-            raise Problem(
-                f"vLLM {version} has {len(after)} files like {before.file}: one wanted."
-            )
-        text = text.replace(before.file, after[0].file)
-        text = text.replace(before.sha256, after[0].sha256)
-    text = text.replace(old.version, version)
-    path = folder / f"patches/v{version}/base.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    new = Base.load(folder, version)
-    start(new, new.tree, None)
-    required = (new.tree / "PKG-INFO").read_text()
-    torch = re.search(r"^Requires-Dist: torch==(\S+)$", required, re.M)
-    if torch:
-        text = text.replace(f'torch = "{old.torch}"', f'torch = "{torch[1]}"')
-        path.write_text(text)
-    return new
-
-
-def survey(old: Base, new: Base) -> None:
-    """Try every patch, leaving out what conflicts."""
-    for patch in old.patches():
-        outcome = transplant(old.tree, new.tree, patch)
-        tell(patch, outcome)
-        if outcome.kind == "conflict":
-            for line in git(new.tree, "diff", "--diff-filter=U", "-U0").splitlines():
-                if line.startswith(("@@@", "+++ ")):
-                    print(f"    {line}")
-            git(new.tree, "am", "--abort")
 
 
 def move(old: Base, new: Base, patch: Path) -> None:
@@ -141,7 +99,7 @@ def move(old: Base, new: Base, patch: Path) -> None:
     outcomes[patch.name] = (outcome.kind, outcome.files, head)
     notes.write_text(json.dumps(outcomes))
     if outcome.kind == "conflict":
-        again = f"make rebase TO={new.version}"
+        again = f"make rebase BASE={old.version} TO={new.version}"
         raise Problem(conflict_report(new.tree, patch, outcome, again))
     tell(patch, outcome)
     if outcome.kind in ("applies", "merged", "resolved"):

@@ -57,6 +57,8 @@ class Base:
     """Why a topic of the newest release is not there, by its patch file."""
     differs: dict[str, str]
     """Why a topic's patch changes other lines than the newest release's."""
+    topics: tuple[str, ...] = ()
+    """Those chosen of the series, without ".patch"; empty for all."""
 
     @classmethod
     def load(cls, root: Path, version: str) -> Base:
@@ -126,7 +128,11 @@ class Base:
                 f"{self.folder / 'series'} and the patch files beside it differ: "
                 f"{', '.join(wrong)}. Each patch file must be named once."
             )
-        return [self.folder / name for name in names]
+        return [
+            path
+            for name in names
+            if (path := self.folder / name).stem in self.topics or not self.topics
+        ]
 
     def digest(self) -> str:
         """sha256 over the pinned source and the patches in order."""
@@ -137,8 +143,12 @@ class Base:
 
     @property
     def local_version(self) -> str:
-        """The version of our build: one more for each patch in the series."""
-        return f"{self.version}+envelope.{len(self.patches())}"
+        """The version of our build: one more for each patch in the series.
+
+        Of chosen topics it names their content, too: others may be as many.
+        """
+        number = f"{self.version}+envelope.{len(self.patches())}"
+        return f"{number}.t{self.digest()[:8]}" if self.topics else number
 
 
 def sha256(path: Path) -> str:

@@ -36,7 +36,9 @@ FORMAT_PATCH = (
 )
 
 
-def run_git(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_git(
+    tree: Path, *arguments: str, index: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run git in ``tree`` without the user's configuration.
 
     Raises:
@@ -56,6 +58,8 @@ def run_git(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "LC_ALL": "C",
         "TZ": "UTC",
     }
+    if index:
+        environment["GIT_INDEX_FILE"] = str(index)
     try:
         return subprocess.run(
             ["git", "-C", str(tree), *arguments],
@@ -73,13 +77,13 @@ def made(tree: Path) -> bool:
     return not run_git(tree, "rev-parse", "-q", "--verify", BASE_REF).returncode
 
 
-def git(tree: Path, *arguments: str) -> str:
+def git(tree: Path, *arguments: str, index: Path | None = None) -> str:
     """Run git in ``tree`` and return what it printed.
 
     Raises:
         Problem: git is missing, or failed.
     """
-    done = run_git(tree, *arguments)
+    done = run_git(tree, *arguments, index=index)
     if done.returncode:
         raise Problem(
             f"git {' '.join(arguments[:3])} failed in {tree}: "
@@ -175,9 +179,20 @@ def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> st
     return (
         f"{patch.name} conflicts in {', '.join(outcome.files)}:\n{hunks}\n"
         f"To resolve it: in {tree}\n"
-        "  edit the files, git add them, git am --continue\n"
+        f"  edit the files, git add them, git{nameless(tree)} am --continue\n"
         f"then {again} again. To give up: remove that folder."
     )
+
+
+def nameless(tree: Path) -> str:
+    """git's options for a user who has no name there, else nothing."""
+    for key in ("user.name", "user.email"):
+        found = ["git", "-C", str(tree), "config", key]
+        if subprocess.run(found, stdout=subprocess.DEVNULL).returncode:
+            break
+    else:
+        return ""
+    return f' -c user.name="{IDENTITY[0]}" -c user.email={IDENTITY[1]}'
 
 
 def unresolved(tree: Path) -> bool:
@@ -221,6 +236,16 @@ def export(tree: Path, base_ref: str = BASE_REF) -> dict[str, bytes]:
         text = git(tree, *FORMAT_PATCH, "-1", commit)
         patches[name] = text.encode("utf-8", "surrogateescape")
     return patches
+
+
+def commits(tree: Path) -> dict[str, str]:
+    """The commit of each topic, a patch file without its suffix, in order."""
+    told = git(
+        tree, "log", "--reverse", f"--notes={NAMES_REF}", "--format=%H%x00%N%x01",
+        f"{BASE_REF}..HEAD",
+    )  # fmt: skip
+    pairs = (entry.strip().partition("\0") for entry in told.split("\1"))
+    return {n.strip().removesuffix(".patch"): c for c, _, n in pairs if n.strip()}
 
 
 def patch_name(subject: str) -> str:

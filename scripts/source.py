@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import re
 import tarfile
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, scratch
-from scripts.release import Base, fetch
+from scripts.release import Base, fetch, published
 from scripts.series import (
     APPLIED_REF,
     BASE_REF,
@@ -18,6 +18,7 @@ from scripts.series import (
     export,
     git,
     made,
+    nameless,
     run_git,
 )
 
@@ -94,13 +95,43 @@ def start(base: Base, tree: Path, clone: Path | None) -> None:
         git(tree, "-c", "core.compression=0", "add", "--all", "--force")
         git(tree, "commit", "-q", "-m", f"vLLM {base.version}, source distribution")
     git(tree, "update-ref", BASE_REF, "HEAD")
-    found = ["git", "-C", str(tree), "config", "user.email"]
-    if subprocess.run(found, stdout=subprocess.DEVNULL).returncode:
+    if nameless(tree):
         # The user has no identity of her own: what she commits here needs one.
         for key, value in zip(("user.name", "user.email"), IDENTITY, strict=True):
             git(tree, "config", key, value)
     # Amending or rebasing a commit keeps the name of its patch file.
     git(tree, "config", "notes.rewriteRef", NAMES_REF)
+
+
+def another(old: Base, version: str, folder: Path) -> Base:
+    """The release's pins and source below ``folder``, laid out as a project.
+
+    Raises:
+        Problem: no such release, or one without the wheels that we build.
+    """
+    files = published(version)
+    text = (old.folder / "base.toml").read_text()
+    ends = {".tar.gz": old.sdist} | {f"_{a}.whl": w for a, w in old.wheels.items()}
+    for end, before in ends.items():
+        after = [file for file in files if file.file.endswith(end)]
+        if len(after) != 1:
+            raise Problem(
+                f"vLLM {version} has {len(after)} files like {before.file}: one wanted."
+            )
+        text = text.replace(before.file, after[0].file)
+        text = text.replace(before.sha256, after[0].sha256)
+    text = text.replace(old.version, version)
+    path = folder / f"patches/v{version}/base.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    new = Base.load(folder, version)
+    start(new, new.tree, None)
+    required = (new.tree / "PKG-INFO").read_text()
+    torch = re.search(r"^Requires-Dist: torch==(\S+)$", required, re.M)
+    if torch:
+        text = text.replace(f'torch = "{old.torch}"', f'torch = "{torch[1]}"')
+        path.write_text(text)
+    return new
 
 
 if __name__ == "__main__":

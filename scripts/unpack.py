@@ -10,17 +10,23 @@ import argparse
 import os
 import zipfile
 
+from scripts import topics
 from scripts.commands import Problem, command, locked, scratch
-from scripts.release import Base, sha256
+from scripts.release import sha256
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    topics.options(parser)
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
+    base = topics.chosen(args)
     name = base.wheel(os.uname().machine).file
     wheel = base.root / "dist" / name.replace(base.version, base.local_version, 1)
     if not wheel.is_file():
         raise Problem(f"there is no {wheel}: 'make wheel' first.")
-    target = base.root / f"build/envelope-{base.version}"
+    version = base.local_version if base.topics else base.version
+    target = base.root / f"build/envelope-{version}"
     digest = sha256(wheel)
     made_from = target / ".wheel"
     with locked(base.root):

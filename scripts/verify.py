@@ -15,18 +15,22 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from scripts.commands import Problem, command
+from scripts import topics
+from scripts.commands import Problem, command, scratch
 from scripts.release import Base, fetch
 from scripts.series import BASE_REF, git
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    topics.options(parser)
     parser.add_argument("wheel", type=Path, nargs="+")
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
-    faults = {path: verify(base, path) for path in args.wheel}
+    base = topics.chosen(args)
+    with scratch(args.root / "build", "verify") as folder:
+        base = topics.with_tree(base, folder)
+        faults = {path: verify(base, path) for path in args.wheel}
     for path, found in faults.items():
         for fault in found:
             print(f"{path.name}: {fault}", file=sys.stderr)

@@ -17,6 +17,7 @@ from tests.tools.project import (
     ARCHES,
     EXTENSION,
     OLDER,
+    PLAN,
     Project,
     new_project,
     sha256,
@@ -112,3 +113,19 @@ def make(
 @pytest.fixture
 def official(make: Callable[..., Installed]) -> Installed:
     return make("--compile-bytecode")
+
+
+@pytest.fixture
+def series(project: Project) -> Project:
+    """Patches that apply to 1.2.2, merge, are there already, and conflict."""
+    project.ok("source")
+    project.commit(
+        "[Core] Applies", vllm__budget_py="def requested(total):\n    pass\n"
+    )
+    plan = PLAN
+    for subject, change in {"Merges": "e", "Taken": "i", "Conflicts": "p"}.items():
+        plan = plan.replace(f"{change} = 1", f"{change} = 2")
+        project.commit(f"[Core] {subject}", vllm__plan_py=plan)
+    project.commit("[Core] Comes after", vllm__gone_py="UNUSED = 2\n")
+    project.ok("export")
+    return project

@@ -43,11 +43,11 @@ SOURCES = {
     "vllm/gone.py": "UNUSED = 1\n",
     "vllm/plan.py": "".join(f"{name} = 1\n" for name in "abcdefghijklmnopqr"),
 }
+PLAN = SOURCES["vllm/plan.py"]
 # The release before: an older plan, with one change that 1.2.3 does not have.
 OLDER = SOURCES | {
     "PKG-INFO": "Name: vllm\nRequires-Dist: torch==1.9\n",
-    "vllm/plan.py": SOURCES["vllm/plan.py"]
-    .replace("c = 1", "c = 0")
+    "vllm/plan.py": PLAN.replace("c = 1", "c = 0")
     .replace("i = 1", "i = 2")
     .replace("p = 1", "p = 0"),
 }

@@ -152,3 +152,20 @@ def test_no_builder(patched: Project) -> None:
     (fake / "docker").write_text("#!/bin/sh\nexit 1\n")
     (fake / "docker").chmod(0o755)
     assert "Install one" in patched.fails("image")
+
+
+def test_the_official_image_is_named_with_its_registry(
+    patched: Project, tmp_path: Path
+) -> None:
+    """Debian's buildah searches no registry for "vllm/vllm-openai"."""
+    make_overlay(patched)
+    builder = tmp_path / "builder"
+    builder.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    builder.chmod(0o755)
+    for more, image in {
+        (): "docker.io/vllm/vllm-openai:v1.2.3",
+        ("--image", "vllm/vllm-openai@sha256:0"): "docker.io/vllm/vllm-openai@sha256:0",
+        ("--image", "localhost/vllm/mine"): "localhost/vllm/mine",
+    }.items():
+        patched.ok("image", "--builder", str(builder), *more)
+        assert f"IMAGE={image} " in (tmp_path / "said").read_text()

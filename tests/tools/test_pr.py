@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
+import shlex
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from scripts.pr import without_trailers
+from scripts.release import Base
+from scripts.topics import load
 from tests.tools.project import OLDER, ROOT, SOURCES, Project
 
 TOPIC = "halve-what-is-requested"
@@ -43,10 +48,14 @@ repos:
   hooks: [{id: ruff-check}]
 """
 PROPOSAL = f"""\
-[{TOPIC}]
+[threads]
+"#1" = {{ pull = "open", looked = "2026-11-23" }}
+
+[topic.{TOPIC}]
 claims = ["Half is asked for.", "It fits."]
 not_duplicate = "#1 asks for less, not for half."
 results = ["half.json"]
+needs = {{ count-bytes = "uses `total`" }}
 """
 BODY = """\
 A device of 8 GiB
@@ -58,7 +67,10 @@ Root cause: all is asked for.
   takes two lines
 - another
 
-Reported in #1."""
+Trade-offs: none is known.
+Not run: on ROCm.
+
+Co-authored-by: Some Other <other@one>"""
 
 EXPECTED = """\
 ## Overview
@@ -90,9 +102,13 @@ Root cause: all is asked for.
 - one reason, which takes two lines
 - another
 
-Reported in #1.
+Trade-offs: none is known. Not run: on ROCm.
 
-**Not a duplicate.** #1 asks for less, not for half.
+**Builds on** these, which are to be merged before:
+
+- count-bytes: it uses `total`
+
+**Not a duplicate.** #1 (open) asks for less, not for half.
 
 **AI assistance** was used for this change.
 
@@ -146,7 +162,7 @@ def topic(project: Project, tmp_path: Path) -> Project:
         vllm__plan_py=SOURCES["vllm/plan.py"].replace("e = 1", "e = 2"),
     )
     project.ok("export")
-    (project.root / "patches/pull-requests.toml").write_text(PROPOSAL)
+    (project.root / "patches/topics.toml").write_text(PROPOSAL)
     (project.root / "results").mkdir()
     (project.root / "results/half.json").write_text('{"used": 4}\n')
     (tmp_path / "measured").write_text("8 GiB before, 4 GiB after\n")
@@ -189,6 +205,7 @@ def test_a_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
     topic.ok(*arguments(clone.path, "--signoff", "--branch", "mine"))
     assert clone.git("log", "-1", "--format=%an <%ae>%n%(trailers)", "mine") == (
         "Some One <some@one>\n"
+        "Co-authored-by: Some Other <other@one>\n"
         "Co-authored-by: vLLM memory envelope <envelope@localhost>\n"
         "Signed-off-by: Some One <some@one>\n\n"
     )
@@ -214,13 +231,14 @@ def test_a_conflict_is_shown_resolved_and_gone_on_with(
     clone.git("checkout", "-q", "-b", "next")
     (clone.path / "vllm/budget.py").write_text("def requested(total):\n    return 1\n")
     clone.git("commit", "-q", "-a", "-m", "Ask for one")
-    command = arguments(clone.path, "--onto", "next")
+    command = arguments(clone.path, "--onto", "next", "--branch", "mine")
     for _ in range(2):
         error = topic.fails(*command)
         assert f"{TOPIC}.patch conflicts in vllm/budget.py" in error
         assert "\n +    return 1\n" in error and "\n+     return total // 2\n" in error
-        assert f"make pr TOPIC={TOPIC} VLLM_GIT={clone.path} ONTO=next again" in error
-    assert "envelope/" not in clone.git("branch")
+        said = f"make pr TOPIC={TOPIC} VLLM_GIT={clone.path} BASE=1.2.3 ONTO=next "
+        assert f"{said}BRANCH=mine VALIDATION={clone.path.parent}/measured" in error
+    assert "mine" not in clone.git("branch")
     tree = topic.root / f"build/pr-{TOPIC}"
     assert "is not one commit on this base" not in error
     (tree / "vllm/budget.py").write_text("def requested(total):\n    return 0\n")
@@ -230,8 +248,36 @@ def test_a_conflict_is_shown_resolved_and_gone_on_with(
     )
     assert "left from another run" in topic.fails(*arguments(clone.path))
     topic.ok(*command)
-    assert "return 0" in clone.git("show", f"envelope/{TOPIC}:vllm/budget.py")
+    assert "return 0" in clone.git("show", "mine:vllm/budget.py")
     assert not tree.exists()
+
+
+def test_a_clone_without_a_name_and_with_a_space(
+    topic: Project, clone: Clone, tmp_path: Path
+) -> None:
+    """A conflict says how to go on there, and can be gone on with."""
+    clone.path = clone.path.rename(tmp_path / "a clone")
+    topic.environment |= {
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+    }
+    (clone.path / "vllm/budget.py").write_text("def requested(total):\n    return 1\n")
+    clone.git("commit", "-q", "-a", "-m", "Ask for one")
+    error = topic.fails(*arguments(clone.path, "--no-hooks"))
+    again = re.search(r"^then (make pr .*) again", error, re.M)
+    assert again is not None
+    words = dict(w.split("=", 1) for w in shlex.split(again[1])[2:])
+    assert (words["VLLM_GIT"], words["NO_HOOKS"]) == (str(clone.path), "1")
+    tree = topic.root / f"build/pr-{TOPIC}"
+    (tree / "vllm/budget.py").write_text("def requested(total):\n    return 0\n")
+    go_on = re.search(r"git add them, (git .* am --continue)", error)
+    assert go_on is not None
+    for command in ("git add -u", go_on[1]):
+        subprocess.run(
+            shlex.split(command), cwd=tree, check=True, env=topic.environment
+        )
+    topic.ok(*arguments(clone.path, "--no-hooks"))
+    assert "return 0" in clone.git("show", f"envelope/{TOPIC}:vllm/budget.py")
 
 
 def test_what_the_base_has_already(topic: Project, clone: Clone) -> None:
@@ -254,7 +300,7 @@ def test_a_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
 def test_the_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
     topic.commit("[Core] Import", vllm__budget_py="import os\n")
     topic.ok("export")
-    proposals = topic.root / "patches/pull-requests.toml"
+    proposals = topic.root / "patches/topics.toml"
     proposals.write_text(PROPOSAL.replace(TOPIC, "import"))
     halved = "def requested(total):\n    return total // 2\n"
     (clone.path / "vllm/budget.py").write_text(halved)
@@ -290,7 +336,8 @@ def test_a_wrong(topic: Project, clone: Clone, what: str) -> None:
 
 
 def test_a_topic_without_a_proposal(topic: Project, clone: Clone) -> None:
-    (topic.root / "patches/pull-requests.toml").write_text(f"[{TOPIC}]\nclaims = []\n")
+    half = f"[topic.{TOPIC}]\nclaims = []\n"
+    (topic.root / "patches/topics.toml").write_text(half)
     error = topic.fails(*arguments(clone.path))
     assert f"has no not_duplicate for {TOPIC}" in error
 
@@ -310,12 +357,14 @@ def test_a_template_that_changed(topic: Project, clone: Clone) -> None:
     assert clone.state() == before
 
 
-def test_every_patch_of_ours_has_its_proposal() -> None:
-    proposals = (ROOT / "patches/pull-requests.toml").read_text()
-    series = (ROOT / "patches/v0.33.0/series").read_text().split()
-    assert re.findall(r"^\[(.*)\]$", proposals, re.M) == [
-        name.removesuffix(".patch") for name in series
-    ]
+def test_every_patch_of_ours_has_its_text_whole() -> None:
+    """Claims, a reason why it is no duplicate, and each paragraph of its message."""
+    told = load(ROOT)
+    for patch in Base.load(ROOT, "0.33.0").patches():
+        assert {"claims", "not_duplicate"} <= told[patch.stem].told.keys()
+        mail = email.message_from_bytes(patch.read_bytes().partition(b"\n---\n")[0])
+        body = str(mail.get_payload())
+        assert without_trailers(body) == body.strip(), patch
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +372,7 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the source distributions of vLLM 0.32.0 and 0.33.0."""
     folder = tmp_path_factory.mktemp("upstream")
     from scripts.release import Artifact, Base, fetch
-    from tests.tools.test_rebase import PINNED
+    from tests.tools.test_drift import PINNED
 
     older = Artifact("vllm-0.32.0.tar.gz", PINNED)
     for artifact in (older, Base.load(ROOT, "0.33.0").sdist):

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
-
-from scripts.release import cache_folder
-from tests.tools.project import OLDER, ROOT, SOURCES, Project, module
-
-PLAN = SOURCES["vllm/plan.py"]
-PINNED = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
-
-
-@pytest.fixture
-def series(project: Project) -> Project:
-    """Patches that apply to 1.2.2, merge, are there already, and conflict."""
-    project.ok("source")
-    project.commit(
-        "[Core] Applies", vllm__budget_py="def requested(total):\n    pass\n"
-    )
-    plan = PLAN
-    for subject, change in {"Merges": "e", "Taken": "i", "Conflicts": "p"}.items():
-        plan = plan.replace(f"{change} = 1", f"{change} = 2")
-        project.commit(f"[Core] {subject}", vllm__plan_py=plan)
-    project.commit("[Core] Comes after", vllm__gone_py="UNUSED = 2\n")
-    project.ok("export")
-    return project
+from tests.tools.project import Project
 
 
 def resolve(tree: Path, name: str, content: str) -> None:
@@ -98,30 +75,6 @@ def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> 
     assert not (project.root / "build/rebase-1.2.2").exists()
 
 
-def test_what_upstream_has_is_left_out(series: Project) -> None:
-    shown = series.ok("rebase", "--to", "1.2.2", "--check").splitlines()
-    assert [line for line in shown if not line.startswith(" ")] == [
-        "applies.patch: applies",
-        "merges.patch: merged into changed surroundings",
-        "taken.patch: upstream has it: left out",
-        "conflicts.patch: conflicts",
-        "comes-after.patch: applies",
-    ]
-
-
-def test_a_part_that_upstream_has_is_named(project: Project) -> None:
-    project.ok("source")
-    project.commit(
-        "[Core] Both",
-        vllm__plan_py=OLDER["vllm/plan.py"],
-        vllm__gone_py="UNUSED = 2\n",
-    )
-    project.ok("export")
-    shown = project.ok("rebase", "--to", "1.2.2", "--check")
-    assert "both.patch: merged" in shown
-    assert "  vllm/plan.py: its changes are there already" in shown
-
-
 def test_a_check_writes_nothing(series: Project) -> None:
     series.environment["ENVELOPE_CACHE"] = str(series.root / "build/cache")
     series.ok("source")
@@ -150,19 +103,3 @@ def test_an_unknown_release(series: Project) -> None:
 def test_a_release_that_is_there(series: Project) -> None:
     error = series.fails("rebase", "--to", "1.2.3")
     assert "v1.2.3 is there already" in error
-
-
-def test_the_series_on_the_release_before() -> None:
-    """Our own patches on vLLM 0.32.0, whose source is pinned here."""
-    done = module("scripts.rebase", "--to", "0.32.0", "--check")
-    assert done.returncode == 0, done.stderr
-    sdist = cache_folder() / PINNED[:16] / "vllm-0.32.0.tar.gz"
-    assert hashlib.sha256(sdist.read_bytes()).hexdigest() == PINNED
-    lines = done.stdout.splitlines()
-    patches = (ROOT / "patches/v0.33.0/series").read_text().split()
-    told = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
-    assert told == patches
-    assert lines[:2] == [
-        "treat-every-cumem-allocation-on-its-own.patch: conflicts",
-        "  tests/basic_correctness/memory/cumem/test_cumem.py",
-    ]

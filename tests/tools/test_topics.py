@@ -1,0 +1,190 @@
+"""Topics that are taken alone: what they need comes with them, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.compare import releases
+from scripts.release import Base
+from scripts.topics import FILE, THREAD, load, threads, with_needs
+from scripts.topics_page import PAGE, page, stated
+from tests.tools.installed import ARCH, Installed
+from tests.tools.project import PLAN, ROOT, SOURCES, Project
+
+ADDS = {
+    "vllm__budget_py": SOURCES["vllm/budget.py"] + "\n\ndef spare():\n    return 1\n"
+}
+USES = {"vllm__gone_py": "from vllm.budget import spare\n\nUNUSED = spare()\n"}
+TOLD = """\
+[topic.add-spare]
+[topic.use-spare]
+needs = {add-spare = "uses `spare`"}
+[topic.plan-e]
+[topic.plan-f]
+beside = ["plan-e"]
+"""
+
+
+@pytest.fixture
+def topics(project: Project) -> Project:
+    """Four: one uses a name of the first, the last stands beside the third."""
+    project.ok("source")
+    project.commit("[Core] Add spare", **ADDS)
+    project.commit("[Core] Use spare", **USES)
+    project.commit("[Core] Plan e", vllm__plan_py=PLAN.replace("e = 1", "e = 2"))
+    both = PLAN.replace("e = 1", "e = 2").replace("f = 1", "f = 2")
+    project.commit("[Core] Plan f", vllm__plan_py=both)
+    project.ok("export")
+    tell(project, TOLD)
+    return project
+
+
+def tell(project: Project, text: str) -> None:
+    (project.root / FILE).write_text(text)
+
+
+def wheel(project: Project, *arguments: str) -> Path:
+    project.ok("build_wheel", *arguments)
+    (path,) = (project.root / "dist").glob("*.whl")
+    return path
+
+
+def test_a_wheel_of_chosen_topics_has_what_they_need(topics: Project) -> None:
+    shown = topics.ok("build_wheel", "--topics", "use-spare")
+    assert shown.endswith("topics:\n  add-spare\n  use-spare\n")
+    (path,) = (topics.root / "dist").glob("*.whl")
+    assert re.match(r"vllm-1\.2\.3\+envelope\.2\.t[0-9a-f]{8}-", path.name)
+    topics.ok("verify", "--topics", "use-spare", str(path))
+    assert "the file name should be" in topics.fails("verify", str(path))
+    assert "'make overlay'" in topics.fails("image", "--topics", "use-spare")
+
+
+def test_as_many_others_are_another_version(topics: Project) -> None:
+    first, second = (
+        wheel(topics, "--topics", asked).name for asked in ("use-spare", "plan-f")
+    )
+    assert first != second
+    whole = topics.wheel(ARCH, patches=4).name
+    assert wheel(topics).name == whole
+    assert wheel(topics, "--topics", "plan-f use-spare.patch").name == whole
+
+
+def test_status_names_the_topics(
+    topics: Project, make: Callable[..., Installed]
+) -> None:
+    official = make()
+    for script in ("build_wheel", "overlay"):
+        topics.ok(script, "--topics", "use-spare")
+    (official.overlay,) = (topics.root / "dist").glob("*.pyz")
+    official.ok("install")
+    assert official.ok("status").endswith("topics add-spare use-spare\n")
+    official.ok("revert")
+
+
+def test_an_unknown_topic(topics: Project) -> None:
+    error = topics.fails("build_wheel", "--topics", "other")
+    assert "no topic 'other'. They are: add-spare, use-spare" in error
+
+
+def test_topics_that_do_not_apply_without_others(topics: Project) -> None:
+    tell(topics, TOLD.replace('beside = ["plan-e"]', ""))
+    error = topics.fails("build_wheel", "--topics", "plan-f")
+    assert "plan-f conflicts in vllm/plan.py" in error
+    assert not list((topics.root / "dist").glob("*"))
+
+
+def alone(project: Project) -> tuple[int, str]:
+    done = project.run("check", "--alone", "--no-tests")
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_what_topics_say_that_they_need_is_enough(topics: Project) -> None:
+    assert alone(topics) == (
+        0,
+        "".join(
+            f"{name}.patch: ok\n"
+            for name in ("add-spare", "use-spare", "plan-e", "plan-f")
+        ),
+    )
+
+
+def test_a_name_of_a_topic_that_is_not_needed(topics: Project) -> None:
+    tell(topics, TOLD.replace('needs = {add-spare = "uses `spare`"}', ""))
+    code, shown = alone(topics)
+    assert code == 1
+    wanted = "vllm/gone.py:1: spare is of add-spare, not among its needs (topics.toml)"
+    assert f"use-spare.patch: \n  {wanted}\n" in shown
+
+
+def test_a_neighbour_that_is_not_told(topics: Project) -> None:
+    tell(topics, TOLD.replace('beside = ["plan-e"]', ""))
+    code, shown = alone(topics)
+    assert code == 1
+    wanted = "plan-f conflicts in vllm/plan.py; it applies with plan-e, too"
+    assert wanted in shown and "add-spare" not in shown.partition(wanted)[2]
+
+
+# Of this project's own file.
+NEWEST = Base.load(ROOT, releases(ROOT)[0])
+SERIES = [patch.stem for patch in NEWEST.patches()]
+TOPICS, THREADS = load(ROOT), threads(ROOT)
+
+
+def links(text: str) -> set[str]:
+    pattern = r"https://github\.com/[\w/-]+/(?:issues|pull)/\d+"
+    return set(re.findall(pattern, text))
+
+
+def test_the_page_is_what_the_file_says() -> None:
+    text = (ROOT / PAGE).read_text()
+    assert page(ROOT, text) == text, "make topics-page"
+
+
+def test_each_thread_is_told_where_it_matters() -> None:
+    """None is listed in vain, none named that is not listed, each by one address."""
+    told = tomllib.loads((ROOT / FILE).read_text())["topic"]
+    named = set(re.findall(THREAD, str(told)))
+    assert named == THREADS.keys()
+    assert all(thread.looked for thread in THREADS.values())
+
+
+def test_readme_has_no_thread_that_the_file_lacks() -> None:
+    """And a row of a topic has no other issue than its own."""
+    known = {thread.url for thread in THREADS.values()}
+    text = (ROOT / "README.md").read_text()
+    assert links(text) <= known
+    for row in text.splitlines():
+        rows = {n for n in SERIES if f"{n}.patch" in row}
+        if row.startswith("|") and rows:
+            told = str([TOPICS[name].told for name in rows])
+            own = {THREADS[t].url for t in re.findall(THREAD, told)}
+            assert links(row) <= own, row
+
+
+def test_a_message_names_no_thread_that_the_file_lacks() -> None:
+    for patch in NEWEST.patches():
+        text = patch.read_text(errors="replace").partition("\n---\n")[0]
+        said = set(re.findall(r"(?<![\w/-])#\d{4,}", text.partition("\n\n")[2]))
+        told = str(TOPICS[patch.stem].told)
+        assert {one for one in said if not re.search(rf"{one}\b", told)} == set(), patch
+
+
+def test_needs_are_topics_before() -> None:
+    for name, topic in TOPICS.items():
+        before = SERIES[: SERIES.index(name)]
+        assert {*topic.needs, *topic.beside} <= set(before), name
+        assert not set(topic.needs) & set(topic.beside), name
+        assert with_needs(ROOT, SERIES, [name])[-1] == name
+
+
+def test_a_state_is_told_once() -> None:
+    text = "#44866 does, #44866 (wholly) too, after #50779 (in part)"
+    assert stated(text, THREADS) == (
+        "#44866 (open) does, #44866 (wholly) too, after #50779 (closed; in part)"
+    )
