@@ -57,3 +57,15 @@ def test_addresses_that_another_device_takes_at_once(tmp_path: Path) -> None:
     """A free is recorded before its address can be that of a new allocation."""
     result = run("addresses", {}, vllm="envelope", device=TWO, folder=tmp_path)
     assert result["recorded"] == result["alive"] == 8
+
+
+# A stream is behind until somebody waits for it.
+BEHIND = DEVICE | {"streams_behind": True, "behind_queries": 0}
+
+
+@pytest.mark.skipif(BASE == "0.26.0", reason="enters no pool during a capture")
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_memory_is_not_unmapped_in_use(vllm: str, tmp_path: Path) -> None:
+    """Waiting for the device is refused as another thread captures a graph."""
+    result = run("freed_in_use", {}, vllm=vllm, device=BEHIND, folder=tmp_path)
+    assert result["device"] == "fine", result
