@@ -1,0 +1,30 @@
+"""docs/flags.md lists what the series adds, and nothing else as added."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripts.release import Base
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST = Base.load(ROOT, "0.33.0")
+ADDED = r'^\+ .*?"(--[\w-]+)", \*\*\w+_kwargs\[|^\+    "(VLLM_\w+)": lambda'
+
+
+def test_the_page_lists_what_is_added() -> None:
+    series = "".join(patch.read_text(errors="replace") for patch in NEWEST.patches())
+    added = {flag or name for flag, name in re.findall(ADDED, series, re.M)}
+    page = (ROOT / "docs/flags.md").read_text()
+    table = page.partition("## Added")[2].partition("## Read")[0]
+    assert added == set(re.findall(r"^\| `([\w-]+)` \|", table, re.M)) != set()
+
+
+def test_what_is_read_is_in_vllm_or_pytorch() -> None:
+    """A flag that is misspelt, or gone, is no help."""
+    page = (ROOT / "docs/flags.md").read_text().partition("## Read")[2]
+    flags = set(re.findall(r"`--([\w-]+)", page))
+    source = NEWEST.tree / "vllm/engine/arg_utils.py"
+    assert flags and source.exists(), "make source"
+    text = source.read_text()
+    assert {flag for flag in flags if f'"--{flag}"' not in text} == set()
