@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, run
+from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="its steps are upstream's")
@@ -35,3 +35,19 @@ def test_nobody_is_harmed(programs: int, tmp_path: Path) -> None:
     assert not [
         seed for seed in release if release[seed] == "lives" and ours[seed] != "lives"
     ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
+    """What the first caches leaves it room, though nothing limits that."""
+    result = run(
+        "two_engines",
+        {"steps": 100},
+        vllm=vllm,
+        device={"memory": "32GiB"},
+        hooks=HOOKS,
+        folder=tmp_path,
+        timeout=500,
+    )
+    assert (result["outcome"], result["second"]) == ("served", "served"), result
