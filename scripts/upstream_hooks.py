@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def run(tree: Path, files: list[str], folder: Path, slow: bool = False) -> list[
             right = script[:1] == ["python"] and slow == (hook["id"] in SLOW)
             if not wanted or not right:
                 continue
-            python = with_packages(hook.get("additional_dependencies", []), folder)
+            python = with_packages(
+                tuple(hook.get("additional_dependencies", [])), folder
+            )
             if not python:
                 print(f"  {hook['id']}: not run, its packages could not be fetched")
                 continue
@@ -55,8 +58,10 @@ def run(tree: Path, files: list[str], folder: Path, slow: bool = False) -> list[
     return said
 
 
-def with_packages(packages: list[str], folder: Path) -> Path | None:
-    """The Python of an environment that has them; None if they cannot be fetched."""
+@cache
+def with_packages(packages: tuple[str, ...], folder: Path) -> Path | None:
+    """The Python of an environment that has them; None if they cannot be fetched,
+    which is tried once."""
     name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:16]
     python = folder / name / "bin/python"
     if not python.exists():
