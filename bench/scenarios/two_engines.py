@@ -1,7 +1,8 @@
 """Two engines on one device, each in a process of its own with 0.45 of it.
 
 The second starts first, and gets its first prompt when the other has served a load:
-what that has cached must leave room. The argument is a JSON object: "steps" of the load.
+what that has cached must leave room. The argument is a JSON object with the "steps" of
+the load.
 """
 
 from __future__ import annotations
