@@ -98,7 +98,6 @@ def test_kv_cache_takes_what_is_left(
     assert 0 <= left < LOST
     if estimated["report"]["left"] > LOST:
         assert now > before
-    assert (name, v2, graphs) != ("draft", True, True) or now > before + 16 * MIB
 
 
 @full
@@ -121,7 +120,7 @@ def test_graphs_that_cost_more_than_they_say(
         assert result["served"] == "lives"
         assert result["process_peak"] <= REQUESTED
     gained = extended["report"]["kv_cache"] - estimated["report"]["kv_cache"]
-    assert gained >= (8 * MIB if name == "draft" else -LOST)
+    assert gained >= -LOST
     assert 0 <= extended["report"]["left"] < LOST
 
 
