@@ -37,6 +37,12 @@ DEFAULTS: dict[str, Any] = {
     "alone": False,
     "llm": {},  # further arguments of LLM
 }
+# Beside start.ENGINE.
+ENGINE: dict[str, Any] = {
+    "max_model_len": 8192,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 8192,
+}
 # Of the driver; the runtime's are calls of these. The last waits for all that runs.
 CALLS = {
     "malloc": "cuMemAlloc*",
@@ -67,12 +73,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from bench.scenarios import models
     from vgpu import control
 
-    arguments: dict[str, Any] = {
-        "max_model_len": 8192,
-        "max_num_seqs": 128,
-        "max_num_batched_tokens": 8192,
-        "enforce_eager": not case["graphs"],
-    }
+    arguments = ENGINE | {"enforce_eager": not case["graphs"]}
     if case["graphs"]:
         mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}

@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import start
+from bench.scenarios.loads import LOADS
+from bench.scenarios.mixed_load import ENGINE, load
 
-ARGUMENTS = {
-    "max_model_len": 8192,
-    "max_num_seqs": 128,
-    "max_num_batched_tokens": 8192,
-    "enforce_eager": True,
-    "gpu_memory_utilization": 0.45,
-}
 SECOND = "second"
 
 
@@ -34,7 +29,8 @@ def engine(folder: str) -> Any:
 
     start.configure(False)
     model = models.write("llama-8b", Path(folder, "model"))
-    return LLM(model, **start.ENGINE | ARGUMENTS)
+    share = {"enforce_eager": True, "gpu_memory_utilization": 0.45}
+    return LLM(model, **start.ENGINE | ENGINE | share)
 
 
 def second() -> None:
@@ -67,8 +63,6 @@ def line(other: subprocess.Popen[str]) -> str:
 def main() -> None:
     if sys.argv[1] == SECOND:
         return second()
-    from bench.scenarios.loads import LOADS
-    from bench.scenarios.mixed_load import load
     from vgpu import control
 
     case = json.loads(sys.argv[1])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+from scripts.compare import releases
 from scripts.release import Base
+from tests.tools.project import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-NEWEST = Base.load(ROOT, "0.33.0")
+NEWEST = Base.load(ROOT, releases(ROOT)[0])
 ADDED = r'^\+ .*?"(--[\w-]+)", \*\*\w+_kwargs\[|^\+    "(VLLM_\w+)": lambda'
 
 
