@@ -152,7 +152,7 @@ def _control(arguments: Sequence[str]) -> int:
         print(
             f"device {device}: memory {control.memory(device)} "
             f"used {control.used(device)} peak {control.peak(device)} "
-            f"other {control.other(device)}"
+            f"other {control.other(device)} available {control.available(device)}"
         )
     return 0
 

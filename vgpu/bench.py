@@ -1,4 +1,4 @@
-"""How fast the device is: absolute times, and ratios that should stay near 1.
+"""Measure the device: absolute times, and ratios that should stay near 1.
 
 python -m vgpu bench [--pairs N] [--live N]
 

@@ -26,8 +26,8 @@ from . import elf
 from .errors import VgpuError
 
 SOURCES = Path(__file__).parent / "src"
-# The folders of SOURCES, the lowest floor first: a file calls its own floor and those
-# below (tests/vgpu/device/test_floors.py). README.md says what each holds.
+# The layers ("floors") of SOURCES, the lowest first, a folder each: a file calls only
+# its own and lower ones (tests/vgpu/device/test_floors.py). See README.md.
 FLOORS = ("state", "memory", "streams", "sources", "control")
 # Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
 STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
@@ -40,7 +40,7 @@ LATE_STUBS = 256
 # with every PyTorch and knows most of nvml.h.
 NVML_USERS = ("**/pynvml.py", "torch/lib/libc10_cuda.so", "nvidia/**/libcupti.so*")
 
-# Success with no effect is the truth for these; --strict makes them errors.
+# Doing nothing is correct for these; --strict makes them errors.
 IGNORED = re.compile(
     r"cuda?ProfilerSt(art|op)|cuda?StreamAttachMemAsync.*|cuda?MemAdvise.*"
     r"|cuda?MemPrefetchAsync.*|cudaGraphDebugDotPrint|cuda?CtxResetPersistingL2Cache"
@@ -82,8 +82,8 @@ def require_torch() -> None:
 
 
 def find_headers() -> Headers:
-    """The headers of the nvidia packages (from CUDA 13 on in one folder, before in one
-    each), else those of the Triton wheel."""
+    """The headers of the nvidia packages (one folder since CUDA 13, before one for each
+    package), else those of the Triton wheel."""
     site = site_packages()
     triton = site / "triton" / "backends" / "nvidia" / "include"
     runtime = site / "nvidia" / "cuda_runtime" / "include"
@@ -128,7 +128,7 @@ def libraries() -> list[Path]:
 
 
 def installed() -> list[str]:
-    """What tells one set of installed packages from another, cheaply."""
+    """A cheap fingerprint of the installed packages."""
     records = site_packages().glob("*.dist-info/RECORD")
     return sorted(f"{p.parent.name} {p.stat().st_mtime_ns}" for p in records)
 
@@ -239,7 +239,7 @@ def _imports(major: int) -> tuple[set[str], dict[str, set[str]]]:
 
 
 def _major(headers: Headers) -> int:
-    """The CUDA version of the headers: stand-ins for another would lie about it."""
+    """The CUDA version of the headers: stand-ins are for this one only."""
     text = (headers.cuda / "cuda.h").read_text(errors="replace")
     match = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", text)
     if not match:
@@ -326,7 +326,7 @@ def _call_class(name: str) -> str:
 
 
 def _array(declaration: str, items: list[str]) -> list[str]:
-    """C has no array of nothing: an empty one gets a zero that is never read."""
+    """C has no empty arrays: one gets a zero that is never read."""
     return [f"{declaration} = {{", *(f"  {item}," for item in items or ["0"]), "};"]
 
 

@@ -155,6 +155,7 @@ DEVICE_KEYS: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "nvml_own_use": (_flag, False),
     "mps": (_flag, False),
     "other": (parse_size, 0),
+    "page_cache": (parse_size, 0),
     "context": (parse_size, 0),
     "graph": (parse_size, 0),
     "graph_node": (parse_size, 0),
@@ -162,9 +163,15 @@ DEVICE_KEYS: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "cublas_handle": (parse_size, 0),
     "module": (parse_size, 0),
     "kernel": (parse_size, 0),
+    "local_memory": (_flag, False),
+    "first_library": (parse_size, 0),
     "nccl_communicator": (parse_size, 0),
+    "nccl_kernels": (parse_size, 0),
+    "nccl_channels": (_integer, 0),
+    "nccl_p2p_channels": (_integer, 0),
     "malloc_block": (_block, "2MiB"),
     "vmm_granularity": (_page_block, "2MiB"),
+    "multicast_granularity": (parse_size, 0),
     "vmm_handle_offset": (_flag, True),
     "integrated": (_flag, False),
     "compute_capability": (_capability, "9.0"),
@@ -323,6 +330,8 @@ def _device(values: Mapping[str, Any], index: int) -> dict[str, Any]:
             f"other: {device['other']} bytes held by other processes are more than the "
             f"device's memory, {device['memory']}"
         )
+    if device["page_cache"] and not device["integrated"]:
+        raise VgpuError("page_cache: only an integrated device has its host's")
     major, minor = device.pop("compute_capability").split(".")
     return device | {"major": int(major), "minor": int(minor)}
 

@@ -20,10 +20,11 @@ from .errors import VgpuError
 from .launch import library
 
 _USED, _PEAK, _PROCESS_USED, _PROCESS_PEAK, _OTHER, _MEMORY, _ALLOCATIONS = range(7)
+_AVAILABLE, _LEAST_AVAILABLE = 7, 8
 
 
 def attach(run: Path) -> None:
-    """Controls the run in this folder from outside, taking no part in it."""
+    """Controls the run in this folder from outside, without being part of it."""
     os.environ["VGPU_RUN"], os.environ["VGPU_OBSERVER"] = str(run.resolve()), "1"
     os.environ["VGPU_LIBRARY"] = str(build.ensure() / "libcuda.so.1")
 
@@ -99,6 +100,18 @@ def other(device: int = 0) -> int:
     return _bytes(device, _OTHER)
 
 
+def available(device: int = 0) -> int:
+    """Bytes that can still be taken; of an integrated device, MemAvailable of its host,
+    whose plain memory is measured now."""
+    return _bytes(device, _AVAILABLE)
+
+
+def least_available(device: int = 0) -> int:
+    """The least `available` since the start or `reset_peak`, as far as it was measured:
+    with each allocation, question for free memory and process that ends."""
+    return _bytes(device, _LEAST_AVAILABLE)
+
+
 def allocations(device: int = 0) -> int:
     """Allocations of device memory so far, by every process of the run."""
     return _bytes(device, _ALLOCATIONS)
@@ -129,7 +142,7 @@ def made(pattern: str) -> int:
 
 
 def finish(stream: int = 0) -> None:
-    """Let a stream do all that it was given (`streams_behind`); 0: the default one."""
+    """Lets a stream do its waiting work (`streams_behind`); 0: the default stream."""
     if error := _library().vgpu_finish(ctypes.c_void_p(stream)):
         raise ValueError(f"stream {stream:#x}: error {error}")
 

@@ -37,7 +37,7 @@ def run_folder(configuration: Configuration, folder: Path | None = None) -> Path
 
 
 def _sweep(root: Path) -> None:
-    """Removes what launchers that were killed left, unless their command lives on."""
+    """Removes leftovers of killed launchers, unless their command is still alive."""
     for old in root.glob("vgpu-[0-9]*-*"):
         pid = old.name.split("-")[1]
         alive = Path(f"/proc/{pid}").exists() or _in_use(old / "state")
@@ -47,7 +47,7 @@ def _sweep(root: Path) -> None:
 
 
 def _in_use(state: Path) -> bool:
-    """Whether a process of the run holds a lock, as each does while it lives."""
+    """Whether the run has a live process: each holds a lock."""
     try:
         with state.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +73,7 @@ def environment(
     result = dict(os.environ if base is None else base)
     nvml = library / ("nvml-absent" if configuration.nvml_absent else "nvml")
     search = [str(library), str(nvml), result.get("LD_LIBRARY_PATH", "")]
-    # What overrides the driver's calls comes before the driver, here as elsewhere.
+    # Libraries that override the driver's calls come before the driver, as usual.
     preload = [
         result.get("LD_PRELOAD", ""),
         *(str(p) for p in sorted(library.glob("lib*.so.*"))),
@@ -81,6 +81,9 @@ def environment(
     result["LD_LIBRARY_PATH"] = ":".join(p for p in search if p)
     result["LD_PRELOAD"] = ":".join(p for p in preload if p)
     result["VGPU_RUN"] = str(run)
+    result["VGPU_UNIFIED"] = str(
+        int(any(d["integrated"] for d in configuration.devices))
+    )
     package = str(Path(__file__).resolve().parent.parent)
     paths = [p for p in result.get("PYTHONPATH", "").split(":") if p]
     if package not in paths:

@@ -66,7 +66,7 @@ class _Recorder:
 def _server(config: pytest.Config, nvml_absent: bool) -> Server:
     """Forks the tests of this session, from pytest and torch imported once."""
     servers = config.stash.setdefault(_SERVERS, {})
-    if nvml_absent not in servers:  # a library is found, or not, once in a process
+    if nvml_absent not in servers:  # a process looks for a library only once
         device = load(nvml="absent") if nvml_absent else load()
         imports = ["pytest", "vgpu.pytest_plugin", "torch"]
         servers[nvml_absent] = Server(sys.executable, imports, os.environ, device)
@@ -144,7 +144,7 @@ def pytest_runtest_protocol(
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item, marker):
         item.ihook.pytest_runtest_logreport(report=report)
-    # What the item before this one left set up for this one's module and package.
+    # Fixtures that the previous item left set up for the module and package.
     item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True

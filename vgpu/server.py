@@ -1,13 +1,13 @@
-"""A process on the device that has imported once, and forks a process a command.
+"""A process on the device that imports once, and forks a process for each command.
 
-Importing torch takes seconds and vLLM many; a fork takes none. The server imports
-what it is told to and never calls CUDA itself, so each fork finds a device of its own,
-as a process that has just started would: the one that its run folder describes.
+Importing torch takes seconds, and vLLM many; a fork takes almost no time. The server
+imports what it is told to and never calls CUDA itself. So each fork finds its own
+device, like a process that has just started: the one that its run folder describes.
 
-What a fork does not get: modules that ask the device when they are imported cannot be
-imported in the server, and the choice of vLLM's platform is made there. A command that
-looks at either wants a process of its own (`launch.run`), and so does a library to
-preload: LD_PRELOAD is read when a process starts.
+Limits of a fork: modules that ask the device when they are imported cannot be imported
+in the server, and vLLM's platform is chosen in the server. A command that depends on
+either needs its own process (`launch.run`), as does a library to preload: LD_PRELOAD is
+read when a process starts.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _become(
         os.environ.clear()
         os.environ.update(added | order["environment"] | changed)
         os.chdir(order["folder"])
-        # To thaw would thaw what was imported, which each collection then visits.
+        # Thawing would thaw imported objects, too: each collection would visit them.
         gc.freeze = gc.unfreeze = lambda: None
         command = order["command"]
         if command[0] == "-m":
@@ -188,7 +188,7 @@ def _become(
 
 def main(imports: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what imports print is no answer
+    os.dup2(2, 1)  # output of imports is no answer
     before = dict(os.environ)
     for name in imports:
         if name.startswith("-"):

@@ -1,4 +1,4 @@
-"""Contexts: what needs one, how long it lives, what CUDA says where there is none."""
+"""Contexts: what needs one, how long it lives, and the errors where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls one by one: what the contract calls exact, and what it refuses."""
+"""Single calls: what the contract calls exact, and what it refuses."""
 
 from __future__ import annotations
 
@@ -209,6 +209,23 @@ def test_handles_that_are_gone_are_invalid() -> None:
     assert gpu.call("cudaEventQuery", event) == INVALID_HANDLE
 
 
+@pytest.mark.vgpu(memory="1GiB", devices=2)
+def test_no_time_is_between_events_of_two_devices() -> None:
+    gpu = Cuda()
+    milliseconds = ctypes.c_float()
+
+    def recorded(device: int) -> c_void_p:
+        assert gpu.set_device(device) == OK
+        event = gpu.event()
+        assert gpu.call("cudaEventRecord", event, None) == OK
+        return event
+
+    first, other, second = recorded(0), recorded(1), recorded(0)
+    elapsed = "cudaEventElapsedTime"
+    assert gpu.call(elapsed, byref(milliseconds), first, second) == OK
+    assert gpu.call(elapsed, byref(milliseconds), first, other) == INVALID_HANDLE
+
+
 @pytest.mark.vgpu(memory="1GiB")
 def test_pools_keep_what_their_threshold_allows() -> None:
     gpu = Cuda()
@@ -244,7 +261,7 @@ def test_each_device_has_its_own_memory() -> None:
 
 @pytest.mark.vgpu(devices=2, memory="1GiB", context="100MiB")
 def test_a_thread_that_asks_for_an_event_makes_no_context() -> None:
-    """As the watchdogs of NCCL in PyTorch do, of all ranks, on device 0."""
+    """As PyTorch's NCCL watchdogs of all ranks do, on device 0."""
     gpu = Cuda()
     assert gpu.set_device(1) == OK
     event = gpu.event()
@@ -284,15 +301,6 @@ def test_entry_points_by_name_and_version() -> None:
     for call in "cuLaunchKernel_ptsz", "cudaMemcpyAsync_ptsz", "cuMemcpyHtoD_v2_ptds":
         plain = ctypes.cast(getattr(gpu.lib, call[:-5]), c_void_p).value
         assert ctypes.cast(getattr(gpu.lib, call), c_void_p).value == plain
-
-
-@pytest.mark.vgpu(memory="1GiB", integrated=True)
-def test_pinned_memory_is_device_memory_on_an_integrated_device() -> None:
-    gpu = Cuda()
-    host = gpu.new("cudaHostAlloc", c_size_t(4 * G), c_uint(0))
-    assert gpu.used() == 4 * G
-    assert gpu.call("cudaFreeHost", host) == OK
-    assert gpu.used() == 0
 
 
 @pytest.mark.vgpu(memory="1GiB")

@@ -1,4 +1,4 @@
-"""Bad configuration gets a clear error; good configuration means what it says."""
+"""Bad configuration is a clear error; good configuration does what it says."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ BAD = {
     "pci=1": "is no PCI address",
     "other=1TiB": "more than the device's memory",
     "integrated=maybe": "true or false",
+    "page_cache=1GiB": "only an integrated device",
     "nvml=gone": "present or absent",
     "nvml_errors.nvmlInit=Broken": "unknown error 'Broken'.*NoPermission",
     "nvml_errors.cudaMalloc=NotSupported": "is no NVML call",

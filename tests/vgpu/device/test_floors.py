@@ -1,6 +1,6 @@
-"""The C sources of the device stand on floors, and none refers to a floor above it.
+"""The C sources of the device form layers ("floors"), and none refers to a higher one.
 
-The floors are `build.FLOORS`, a folder each. Every source is compiled on its own, as
+The layers are `build.FLOORS`, a folder each. Every source is compiled on its own, as
 the build compiles all of them, and its object file says what it refers to.
 """
 

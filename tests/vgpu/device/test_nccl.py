@@ -35,7 +35,7 @@ def in_ranks(ranks: int, body: Callable[[int, int, str], None]) -> list[int]:
 
 
 def _statuses(children: list[int]) -> list[int]:
-    """Of the children in order; the first to fail ends the others, who may wait."""
+    """Statuses of the children in order; the first that fails ends the others."""
     status: dict[int, int] = {}
     while len(status) < len(children):
         child, how = os.wait()
@@ -84,7 +84,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """The bare calls; codes are returned, not raised."""
+    """The C calls; codes are returned, not raised."""
 
     def __init__(self) -> None:
         self.lib = ctypes.CDLL("libnccl.so.2")
@@ -94,7 +94,7 @@ class Nccl:
         return int(getattr(self.lib, name)(*arguments))
 
     def init(self, ranks: int, rank: int, number: int = 1) -> tuple[int, c_void_p]:
-        """A communicator of those who ask with the same number."""
+        """A communicator of all ranks that call with the same number."""
         import torch
 
         torch.cuda.set_device(rank)
@@ -243,7 +243,7 @@ def test_four_ranks(body: Any) -> None:
 
 
 def captured(rank: int, ranks: int, meet: str) -> None:
-    """What a graph captured it does at each launch, not before."""
+    """A captured collective runs at each launch of its graph, not before."""
     import torch
 
     from vgpu import control
@@ -420,7 +420,7 @@ def dies(rank: int, ranks: int, meet: str) -> None:
     assert nccl.all_reduce(tensor, comm) == REMOTE_ERROR
     message = nccl.lib.ncclGetLastError
     message.restype = ctypes.c_char_p
-    # Rank 1, or one that was told sooner and has ended since.
+    # Rank 1, or a rank that heard of it earlier and has ended since.
     assert re.fullmatch(rf"rank {rank}: rank \d is gone", message(comm).decode())
 
 

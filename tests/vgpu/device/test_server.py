@@ -75,7 +75,7 @@ def test_the_environment_is_the_callers_and_what_imports_changed(
 
 
 def test_what_was_imported_stays_frozen(server: Server, tmp_path: Path) -> None:
-    """Else each collection of an engine's start visits all of it."""
+    """Otherwise each garbage collection of an engine's start visits all of it."""
     script = "import gc\ngc.unfreeze()\nprint(gc.get_freeze_count() > 1000)\n"
     assert run(server, script, tmp_path) == (0, "True\n", "")
 
@@ -129,7 +129,7 @@ time.sleep(60)
 def test_a_command_that_has_ended_before_it_is_looked_at(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process and its status come at once, and each is an answer."""
+    """Its process and its status are answered at once."""
     read = server._read
 
     def late(timeout: float | None) -> str:

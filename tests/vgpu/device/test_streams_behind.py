@@ -1,4 +1,4 @@
-"""Streams whose work is not done until somebody waits for it."""
+"""Streams whose work is done only when somebody waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 
 import pytest
 
-from tests.vgpu.device.ctypes_cuda import ILLEGAL_ADDRESS, MIB, OK, Cuda
+from tests.vgpu.device.ctypes_cuda import (
+    ILLEGAL_ADDRESS,
+    INVALID_VALUE,
+    MIB,
+    OK,
+    OUT_OF_MEMORY,
+    Cuda,
+)
 
 NOT_READY = 600
 HOST_TO_DEVICE, DEVICE_TO_HOST = c_int(1), c_int(2)
@@ -190,3 +197,32 @@ def test_host_functions_come_in_their_order() -> None:
     assert gpu.call("cudaStreamIsCapturing", stream, byref(status)) == OK
     assert gpu.call("cudaStreamDestroy", stream) == OK
     assert called == [0, 1, 2]
+
+
+@pytest.mark.vgpu(memory="64MiB", streams_behind=True, behind_queries=0)
+def test_memory_freed_in_a_stream_lasts_until_the_stream_gets_there() -> None:
+    gpu = Cuda()
+    stream, other, pinned = gpu.stream(), gpu.stream(), Pinned(gpu)
+
+    def allocate(stream: c_void_p, size: int = 40 * MIB) -> tuple[int, c_void_p]:
+        address = c_void_p()
+        call = "cudaMallocAsync"
+        return gpu.call(call, byref(address), c_size_t(size), stream), address
+
+    def write_and_free(address: c_void_p, value: int) -> None:
+        assert gpu.fill_async(address.value or 0, value, 8, stream) == OK
+        assert pinned.read_of(gpu, address.value or 0, stream) == OK
+        assert gpu.call("cudaFreeAsync", address, stream) == OK
+
+    write_and_free(allocate(stream)[1], 5)
+    assert (pinned.byte.value, gpu.used()) == (0, 40 * MIB)
+    # The stream's own request has what it freed, and another's, where nothing is left.
+    error, address = allocate(stream)
+    assert (error, pinned.byte.value, gpu.used()) == (OK, 5, 40 * MIB)
+    write_and_free(address, 6)
+    assert gpu.call("cudaFreeAsync", address, stream) == INVALID_VALUE
+    error, address = allocate(other)
+    assert (error, pinned.byte.value, gpu.used()) == (OK, 6, 40 * MIB)
+    assert allocate(other)[0] == OUT_OF_MEMORY
+    assert gpu.call("cudaFreeAsync", address, other) == OK  # has nothing else to do
+    assert gpu.used() == 0

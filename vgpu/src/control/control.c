@@ -141,7 +141,8 @@ EXPORT int vgpu_phase_end(const char* name) {
 // ---- reading
 
 // What: 0 used by all processes and the others, 1 its peak, 2 used by this
-// process, 3 its peak, 4 held by the others, 5 memory, 6 allocations so far.
+// process, 3 its peak, 4 held by the others, 5 memory, 6 allocations so far, 7 what is
+// available now, 8 the least of that.
 EXPORT int64_t vgpu_bytes(int device, int what) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   state_lock();
@@ -151,7 +152,9 @@ EXPORT int64_t vgpu_bytes(int device, int what) {
                    : what == 3 ? (self ? self->peak[device] : 0)
                    : what == 4 ? shared->device[device].other
                    : what == 5 ? config.device[device].memory
-                               : shared->device[device].allocations;
+                   : what == 6 ? shared->device[device].allocations
+                   : what == 7 ? available_now(device)
+                               : shared->device[device].least_available;
   state_unlock();
   return (int64_t)bytes;
 }
@@ -172,6 +175,7 @@ EXPORT int vgpu_reset_peak(int device) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   state_lock();
   shared->device[device].peak = used_now(device);
+  shared->device[device].least_available = available_now(device);
   if (self) {
     self->peak[device] = self->used[device];
     self->pinned_peak = self->pinned;

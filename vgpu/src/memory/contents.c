@@ -1,6 +1,5 @@
 // What memory holds: copies and fills, and whether their addresses may be touched.
 #include <string.h>
-#include <sys/mman.h>
 
 #include "memory/memory.h"
 #include "state/context.h"
@@ -65,7 +64,7 @@ static void zero(const Span* span) {
     memset(span->start, 0, span->size);
     return;
   }
-  madvise(from, to - from, MADV_DONTNEED);
+  physical_zero(span->physical, from, to - from);
   memset(span->start, 0, from - span->start);
   memset(to, 0, span->start + span->size - to);
   if (span->size == span->physical->size) span->physical->written = false;

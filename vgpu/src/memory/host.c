@@ -20,13 +20,14 @@ static CUresult host_allocate(void** address, uint64_t size, int kind,
   *address = NULL;
   if (!size) return CUDA_SUCCESS;
   int device = current_device();
-  // On unified memory, pinned memory is device memory.
-  bool charged = config.device[device].integrated && kind == PINNED;
+  // On unified memory it is device memory. What is registered is the process's own.
+  bool charged = config.device[device].integrated;
   uint64_t bytes = round_up(size, PAGE);
   if (charged && !charge(device, (int64_t)bytes, cause))
     return CUDA_ERROR_OUT_OF_MEMORY;
-  *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *address =
+      mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+           (charged ? MAP_SHARED : MAP_PRIVATE) | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*address == MAP_FAILED) {
     *address = NULL;
     if (charged) charge(device, -(int64_t)bytes, cause);

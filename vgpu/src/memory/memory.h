@@ -20,7 +20,8 @@ typedef struct {
   uint64_t handle;  // of cuMemCreate
   int held;         // times the program holds the handle
   bool written;     // false: every byte is zero
-  const char* cause;
+  bool multicast;
+  const char* cause;  // NULL: charged to others, or a multicast object
   CUmemAllocationProp properties;
 } Physical;
 
@@ -29,6 +30,7 @@ typedef struct {
   uint64_t offset;  // in the physical memory
   bool readable, writable;
   enum { BY_MALLOC, BY_POOL, BY_MAP } by;
+  bool freed;  // once its stream gets there
   uint64_t requested;
   void* owner;  // the pool, or what small blocks share
 } Mapping;
@@ -37,9 +39,18 @@ extern Ranges mappings;  // device addresses that are backed
 extern Ranges reserved;  // device addresses handed out
 
 Physical* physical_take(int device, uint64_t size, const char* cause);
+// As of another process, which is charged for it.
+Physical* physical_of_others(int device, uint64_t size);
 void physical_give(Physical* physical);  // one reference less
 char* physical_start(const Physical* physical);
+// Whole pages of it, by giving them back to the host.
+void physical_zero(const Physical* physical, char* from, uint64_t size);
 Mapping* mapping_add(uint64_t address, uint64_t size, Physical* physical);
+
+// ---- virtual.c: under memory_lock
+
+uint64_t handle_add(Physical* physical, const CUmemAllocationProp* properties);
+Physical* handle_find(CUmemGenericAllocationHandle handle);  // NULL: it is none
 
 // ---- malloc.c
 
@@ -48,6 +59,14 @@ CUresult block_take(int device, uint64_t size, const char* cause, uint64_t* addr
 CUresult memory_allocate(int device, uint64_t size, const char* cause,
                          uint64_t* address);
 CUresult memory_free(uint64_t address);
+
+// ---- pool.c
+
+CUmemoryPool pool_of(int ordinal);  // the device's default pool
+CUresult pool_take(CUmemoryPool pool, uint64_t size, uint64_t* address);
+// True: it is a pool's, and was not freed before; memory_free_either is to follow.
+bool pool_free_later(uint64_t address);
+CUresult memory_free_either(uint64_t address);  // a pool's, or cudaMalloc's
 
 // ---- contents.c
 

@@ -24,7 +24,8 @@ static bool physical_init(int device) {
   if (physical_memory[device].start) return true;
   uint64_t memory = MAX(config.device[device].memory, 1u << 20);
   for (uint64_t factor = PHYSICAL_FACTOR; factor; factor /= 2) {
-    char* start = map_host(memory * factor, PROT_READ | PROT_WRITE);
+    bool unified = config.device[device].integrated;
+    char* start = map_host(memory * factor, PROT_READ | PROT_WRITE, unified);
     if (!start) continue;
     physical_memory[device].start = start;
     heap_give(&physical_memory[device].heap, 0, memory * factor);
@@ -37,9 +38,7 @@ static bool physical_init(int device) {
   return false;
 }
 
-Physical* physical_take(int device, uint64_t size, const char* cause) {
-  if (!physical_init(device)) return NULL;
-  if (!charge(device, (int64_t)size, cause)) return NULL;
+static Physical* physical_new(int device, uint64_t size, const char* cause) {
   uint64_t offset = heap_take(&physical_memory[device].heap, size);
   if (offset == UINT64_MAX) abort();  // PHYSICAL_FACTOR rules it out
   Physical* p = calloc(1, sizeof *p);
@@ -52,8 +51,24 @@ Physical* physical_take(int device, uint64_t size, const char* cause) {
   return p;
 }
 
+Physical* physical_take(int device, uint64_t size, const char* cause) {
+  if (!physical_init(device)) return NULL;
+  if (!charge(device, (int64_t)size, cause)) return NULL;
+  return physical_new(device, size, cause);
+}
+
+Physical* physical_of_others(int device, uint64_t size) {
+  if (!physical_init(device)) abort();
+  return physical_new(device, size, NULL);
+}
+
 char* physical_start(const Physical* p) {
   return physical_memory[p->device].start + p->offset;
+}
+
+void physical_zero(const Physical* p, char* from, uint64_t size) {
+  madvise(from, size,
+          config.device[p->device].integrated ? MADV_REMOVE : MADV_DONTNEED);
 }
 
 static void forget(Physical* p) {
@@ -64,7 +79,7 @@ static void forget(Physical* p) {
   if (to <= from) {
     memset(start, 0, p->size);
   } else {
-    madvise(from, to - from, MADV_DONTNEED);
+    physical_zero(p, from, to - from);
     memset(start, 0, from - start);
     memset(to, 0, start + p->size - to);
   }
@@ -75,7 +90,7 @@ void physical_give(Physical* p) {
   if (--p->references) return;
   forget(p);
   heap_give(&physical_memory[p->device].heap, p->offset, p->size);
-  charge(p->device, -(int64_t)p->size, p->cause);
+  if (p->cause) charge(p->device, -(int64_t)p->size, p->cause);
   free(p);
 }
 

@@ -13,7 +13,7 @@ struct CUmemPoolHandle_st {
 };
 static struct CUmemPoolHandle_st default_pool[MAX_DEVICES];
 
-static struct CUmemPoolHandle_st* pool_of(int ordinal) {
+CUmemoryPool pool_of(int ordinal) {
   int device = device_index(ordinal);
   default_pool[device].device = device;
   return &default_pool[device];
@@ -52,7 +52,7 @@ static CUresult pool_allocate(struct CUmemPoolHandle_st* pool, uint64_t size,
   return CUDA_SUCCESS;
 }
 
-static CUresult malloc_async(CUdeviceptr* address, size_t size, CUmemoryPool pool) {
+CUresult pool_take(CUmemoryPool pool, uint64_t size, uint64_t* address) {
   if (!size) return CUDA_ERROR_INVALID_VALUE;
   uint64_t start;
   pthread_mutex_lock(&memory_lock);
@@ -62,7 +62,17 @@ static CUresult malloc_async(CUdeviceptr* address, size_t size, CUmemoryPool poo
   return error;
 }
 
-static CUresult free_either(uint64_t address) {
+bool pool_free_later(uint64_t address) {
+  pthread_mutex_lock(&memory_lock);
+  Range* r = ranges_at(&mappings, address);
+  Mapping* m = r ? r->data : NULL;
+  bool later = m && r->start == address && m->by == BY_POOL && !m->freed;
+  if (later) m->freed = true;
+  pthread_mutex_unlock(&memory_lock);
+  return later;
+}
+
+CUresult memory_free_either(uint64_t address) {
   pthread_mutex_lock(&memory_lock);
   Range* r = ranges_at(&mappings, address);
   Mapping* m = r ? r->data : NULL;
@@ -85,19 +95,6 @@ static CUresult free_either(uint64_t address) {
   return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuMemAllocAsync(CUdeviceptr* address, size_t size, CUstream stream) {
-  (void)stream;
-  DRV_ENTER(size);
-  return malloc_async(address, size, pool_of(current_ordinal()));
-}
-
-EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, size_t size,
-                                        CUmemoryPool pool, CUstream stream) {
-  (void)stream;
-  DRV_ENTER(size);
-  return malloc_async(address, size, pool);
-}
-
 // Of either kind: cudaFree takes what cudaMallocAsync gave, too, and the reverse.
 EXPORT cudaError_t cudaFree(void* address) {
   RT_ENTER(0);
@@ -108,13 +105,7 @@ EXPORT CUresult cuMemFree(CUdeviceptr address) {
   DRV_ENTER(0);
   CUresult error = unsafe_call();
   if (!error) error = finish_device();
-  return error ? error : free_either(address);
-}
-
-EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
-  (void)stream;
-  DRV_ENTER(0);
-  return free_either(address);
+  return error ? error : memory_free_either(address);
 }
 
 EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {

@@ -11,9 +11,17 @@
 static Ranges handles;
 static uint64_t next_handle = 0x7600000000000001;
 
-static Physical* handle_find(CUmemGenericAllocationHandle handle) {
+Physical* handle_find(CUmemGenericAllocationHandle handle) {
   Range* r = ranges_at(&handles, handle);
   return r ? r->data : NULL;
+}
+
+uint64_t handle_add(Physical* p, const CUmemAllocationProp* properties) {
+  p->properties = *properties;
+  p->handle = next_handle++;
+  p->held = 1;
+  ranges_add(&handles, p->handle, 1, p);
+  return p->handle;
 }
 
 EXPORT CUresult cuMemGetAllocationGranularity(size_t* granularity,
@@ -77,15 +85,10 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
                ? CUDA_ERROR_INVALID_DEVICE
                : not_implemented("cuMemCreate(host memory)");
   if (size % config.device[device].vmm_granularity) return CUDA_ERROR_INVALID_VALUE;
-  // A handle type is a wish to export, which cuMemExportToShareableHandle refuses.
+  // A handle type is a wish to export: see shared_memory.c.
   pthread_mutex_lock(&memory_lock);
   Physical* p = physical_take(device, size, "cuMemCreate");
-  if (p) {
-    p->properties = *properties;
-    p->handle = *handle = next_handle++;
-    p->held = 1;
-    ranges_add(&handles, *handle, 1, p);
-  }
+  if (p) *handle = handle_add(p, properties);
   pthread_mutex_unlock(&memory_lock);
   return p ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -191,7 +194,8 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
   return right ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// Access is kept for the mapping's own device; what peers may do is absent.
+// Access is kept for the mapping's own device; what peers may do is absent. Memory of
+// others and multicast objects are no device's own.
 EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t size,
                                const CUmemAccessDesc* access, size_t n) {
   DRV_USE(0);
@@ -204,7 +208,7 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t size,
     for (size_t i = 0; i < n; i++) {
       int device;
       if (!location_device(&access[i].location, &device)) continue;
-      if (device != m->physical->device) continue;
+      if (device != m->physical->device && m->physical->cause) continue;
       m->readable = access[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
       m->writable = access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     }

@@ -71,6 +71,8 @@ struct ncclComm {
   uint64_t step;
   uint32_t splits;
   int64_t charged;
+  uint32_t connected;        // bits of Connection
+  uint32_t sends, receives;  // bits of peers
   bool suspended;
   uint32_t aborted, error;
   char *zeros, *result;
@@ -135,6 +137,15 @@ void board_shown(struct ncclComm* c);
 void batch_add(Batch* b, const Task* t);
 ncclResult_t batch_launch(Batch* b);
 void batch_free(Batch* b);
+
+// ---- nccl_memory.c
+
+// What a communicator takes when it is made, and what a batch adds that is the first
+// to connect in its way.
+ncclResult_t comm_take_memory(struct ncclComm* c);
+ncclResult_t comm_connect(struct ncclComm* c, const Batch* b);
+void comm_give_memory(struct ncclComm* c);
+ncclResult_t comm_suspend_memory(struct ncclComm* c, bool suspend);
 
 // ---- nccl_comm.c
 

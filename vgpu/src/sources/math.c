@@ -27,7 +27,8 @@ static cublasStatus_t handle_create(void** out) {
   int64_t bytes = (int64_t)config.device[device].cublas_handle;
   *out = NULL;
   if (injected("cublasCreate", device, 0)) return CUBLAS_STATUS_ALLOC_FAILED;
-  if (!charge(device, bytes, "cublas")) return CUBLAS_STATUS_ALLOC_FAILED;
+  if (!charge_first_library(device) || !charge(device, bytes, "cublas"))
+    return CUBLAS_STATUS_ALLOC_FAILED;
   struct cublasContext* handle = object_new(OTHER, sizeof *handle);
   handle->device = device;
   handle->charged = bytes;

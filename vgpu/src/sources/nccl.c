@@ -159,19 +159,35 @@ EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 EXPORT ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   ENTER_COMM(comm);
   if (flags != 1) return ncclInvalidArgument;  // NCCL_SUSPEND_MEM
-  if (!comm->suspended) charge(comm->device, -comm->charged, "nccl");
-  comm->suspended = true;
-  return ncclSuccess;
+  return comm_suspend_memory(comm, true);
 }
 
 EXPORT ncclResult_t ncclCommResume(ncclComm_t comm) {
   ENTER_COMM(comm);
-  if (comm->suspended && !charge(comm->device, comm->charged, "nccl"))
-    return nccl_fail(ncclUnhandledCudaError, "Failed to CUDA calloc %ld bytes",
-                     comm->charged);
-  comm->suspended = false;
-  return ncclSuccess;
+  return comm_suspend_memory(comm, false);
 }
+
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 7)
+// All of it is released when it is suspended, and counted as before (mem_manager.cc).
+EXPORT ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat,
+                                     uint64_t* value) {
+  ENTER_COMM(comm);
+  if (!value) return ncclInvalidArgument;
+  switch (stat) {
+    case ncclStatGpuMemTotal:
+    case ncclStatGpuMemSuspend:
+      *value = (uint64_t)comm->charged;
+      return ncclSuccess;
+    case ncclStatGpuMemSuspended:
+      *value = comm->suspended;
+      return ncclSuccess;
+    case ncclStatGpuMemPersist:
+      *value = 0;
+      return ncclSuccess;
+  }
+  return ncclInvalidArgument;
+}
+#endif
 
 // A buffer need not be known in advance. NCCL, too, succeeds without a handle or a
 // window where it cannot use one.

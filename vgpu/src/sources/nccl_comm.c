@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include "sources/communicator.h"
-#include "state/account.h"
 #include "state/objects.h"
 
 static void board_name(char name[64], const void* id, size_t size) {
@@ -35,12 +34,11 @@ static ncclResult_t comm_join(struct ncclComm* c) {
     return nccl_fail(ncclInvalidUsage, "two processes are rank %d", c->rank);
   me->device = c->device;
   me->process = process_id();
-  int64_t bytes = (int64_t)config.device[c->device].nccl_communicator;
-  if (!charge(c->device, bytes, "nccl")) {
+  ncclResult_t taken = comm_take_memory(c);
+  if (taken) {
     board_leave(c);
-    return nccl_fail(ncclUnhandledCudaError, "Failed to CUDA calloc %ld bytes", bytes);
+    return taken;
   }
-  c->charged = bytes;
   if (__atomic_add_fetch(&board->joined, 1, __ATOMIC_ACQ_REL) == (uint32_t)c->ranks)
     unlink(path);
   board_notify(c);
@@ -58,7 +56,7 @@ static ncclResult_t comm_join(struct ncclComm* c) {
 
 void comm_free(struct ncclComm* c) {
   board_leave(c);
-  if (!c->suspended) charge(c->device, -c->charged, "nccl");
+  comm_give_memory(c);
   if (c->board) munmap(c->board, c->board_bytes);
   for (Batch *b = c->kept, *next; b; b = next) {
     next = b->next;

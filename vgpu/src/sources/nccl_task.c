@@ -194,6 +194,11 @@ void batch_add(Batch* b, const Task* t) {
 
 // Does it now, or when the graph is launched that its stream captures.
 ncclResult_t batch_launch(Batch* b) {
+  ncclResult_t connected = comm_connect(b->comm, b);
+  if (connected) {
+    batch_free(b);
+    return connected;
+  }
   Operation o = {.kind = NODE_COLLECTIVE, .collective = collective_do, .argument = b};
   CUresult error = stream_run(b->task[0].stream, &o);
   ncclResult_t result = b->done ? b->result : nccl_cuda(error);

@@ -102,9 +102,9 @@ static int attribute_value(int attribute, int ordinal) {
       return 65535;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
       return 32;
-    // CUDA programming guide, table of compute capabilities
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-      return d->major == 8 && d->minor ? 1536 : d->major == 12 ? 1536 : 2048;
+      return device_threads(device_index(ordinal));
+    // CUDA programming guide, table of compute capabilities
     case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR:
       return d->major == 8 && d->minor == 6 ? 16 : d->major == 12 ? 24 : 32;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK:
@@ -150,6 +150,9 @@ static int attribute_value(int attribute, int ordinal) {
     case CU_DEVICE_ATTRIBUTE_GLOBAL_L1_CACHE_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_LOCAL_L1_CACHE_SUPPORTED:
       return 1;
+    case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+      return d->multicast_granularity > 0;
     case CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH:
       return d->major >= 9;
     default:

@@ -10,9 +10,9 @@ pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t address_start, address_bytes;
 static Ranges address_heap;
 
-void* map_host(uint64_t bytes, int protection) {
-  void* start =
-      mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+void* map_host(uint64_t bytes, int protection, bool shared) {
+  int how = (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* start = mmap(NULL, bytes, protection, how, -1, 0);
   if (start == MAP_FAILED) return NULL;
   madvise(start, bytes, MADV_DONTFORK);
   madvise(start, bytes, MADV_DONTDUMP);
@@ -22,7 +22,7 @@ void* map_host(uint64_t bytes, int protection) {
 bool addresses_init(void) {
   void* start = NULL;
   for (address_bytes = ADDRESS_BYTES; !start && address_bytes >> 32;) {
-    start = map_host(address_bytes, PROT_NONE);
+    start = map_host(address_bytes, PROT_NONE, false);
     if (!start) address_bytes /= 2;
   }
   if (!start) {

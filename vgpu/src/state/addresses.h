@@ -9,7 +9,7 @@
 
 extern pthread_mutex_t memory_lock;  // addresses, and the memory behind them
 
-void* map_host(uint64_t bytes, int protection);  // NULL: no room
+void* map_host(uint64_t bytes, int protection, bool shared);  // NULL: no room
 bool addresses_init(void);
 bool is_device_address(uint64_t address);
 uint64_t address_take(uint64_t size, uint64_t alignment);  // 0: none

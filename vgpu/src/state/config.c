@@ -55,6 +55,7 @@ static void read_device(int i, DeviceConfig* d) {
   NUMBER(properties_total);
   NUMBER(nvml_total);
   NUMBER(other);
+  NUMBER(page_cache);
   NUMBER(context);
   NUMBER(graph);
   NUMBER(graph_node);
@@ -62,9 +63,15 @@ static void read_device(int i, DeviceConfig* d) {
   NUMBER(cublas_handle);
   NUMBER(module);
   NUMBER(kernel);
+  NUMBER(local_memory);
+  NUMBER(first_library);
   NUMBER(nccl_communicator);
+  NUMBER(nccl_kernels);
+  NUMBER(nccl_channels);
+  NUMBER(nccl_p2p_channels);
   NUMBER(malloc_block);
   NUMBER(vmm_granularity);
+  NUMBER(multicast_granularity);
   NUMBER(integrated);
   NUMBER(vmm_handle_offset);
   NUMBER(major);

@@ -20,11 +20,14 @@ typedef struct {
   uint64_t memory;  // bytes that can be allocated
   uint64_t meminfo_total, meminfo_free_limit, properties_total, nvml_total;
   bool meminfo_free_stale, nvml_own_use, mps;
-  uint64_t other;  // held by other processes at the start
+  uint64_t other;       // held by other processes at the start
+  uint64_t page_cache;  // of an integrated device's host, at most
   uint64_t context, graph, graph_node, first_graph, cublas_handle, module, kernel;
-  uint64_t nccl_communicator;
+  uint64_t first_library, nccl_communicator, nccl_kernels;
+  int nccl_channels, nccl_p2p_channels;
   uint64_t malloc_block, vmm_granularity;
-  bool integrated, vmm_handle_offset;
+  uint64_t multicast_granularity;  // recommended; 0: no multicast
+  bool integrated, vmm_handle_offset, local_memory;
   int major, minor, sm_count, clock_khz, memory_clock_khz, bus_bits;
   uint64_t l2_bytes, shared_optin, shared_per_sm;
   char name[256], uuid[64], pci[32];

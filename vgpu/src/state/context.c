@@ -37,6 +37,7 @@ static CUresult context_make(int ordinal) {
   CUresult error = CUDA_SUCCESS;
   if (!context->made) {
     int device = device_index(ordinal);
+    enter_host(device);
     if (charge(device, (int64_t)config.device[device].context, "context")) {
       context->ordinal = ordinal;
       context->made = true;

@@ -38,13 +38,11 @@ int injected(const char* call, int device, uint64_t size) {
 // ---- other processes' memory
 
 void other_process(int device, int64_t bytes) {
-  uint64_t memory = config.device[device].memory;
   uint64_t* other = &shared->device[device].other;
-  uint64_t used = shared->device[device].used + *other;
-  if (bytes > 0)
-    bytes = (int64_t)MIN((uint64_t)bytes, used < memory ? memory - used : 0);
+  if (bytes > 0) bytes = (int64_t)MIN((uint64_t)bytes, available_now(device));
   if (bytes < 0) bytes = -(int64_t)MIN((uint64_t)-bytes, *other);
   *other += bytes;
+  available_now(device);
   timeline_event(device, bytes, "other process", NULL);
 }
 

@@ -59,8 +59,11 @@ bool shared_map(const char* folder) {
     pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
     pthread_mutex_init(&shared->lock, &attributes);
     shared->phase_now = -1;
-    for (int d = 0; d < config.devices; d++)
-      shared->device[d].other = shared->device[d].peak = config.device[d].other;
+    for (int d = 0; d < config.devices; d++) {
+      const DeviceConfig* device = &config.device[d];
+      shared->device[d].other = shared->device[d].peak = device->other;
+      shared->device[d].least_available = device->memory - device->other;
+    }
     config_read_schedule(shared);
   }
   whole.l_type = F_UNLCK;

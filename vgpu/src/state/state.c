@@ -88,6 +88,7 @@ static void finish(void) {
   if (!self || self->pid != getpid()) return;
   if (pthread_mutex_trylock(&init_lock)) return;
   state_lock();
+  for (int d = 0; d < config.devices; d++) available_now(d);  // while it is there
   Process* mine = self;
   self = NULL;
   slot_close(mine);

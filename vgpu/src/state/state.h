@@ -41,6 +41,7 @@ typedef struct {
   uint64_t used[MAX_DEVICES], peak[MAX_DEVICES];
   uint64_t phase_peak[MAX_PHASES][MAX_DEVICES];
   uint32_t contexts;             // a bit for each device that it has one on
+  uint32_t hosts;                // whose plain memory it takes, if they are integrated
   uint64_t pinned, pinned_peak;  // bytes of host memory
   uint64_t kernels, graph_launches;
   uint32_t fired[MAX_RULES];
@@ -56,6 +57,7 @@ typedef struct Shared {
   struct {
     uint64_t used;  // by all processes of the run
     uint64_t other, peak, allocations;
+    uint64_t least_available;
   } device[MAX_DEVICES];
   int phases;
   int phase_now;  // index of the one opened last, -1: none
@@ -76,6 +78,10 @@ bool shared_map(const char* folder);  // false, and it says why: none
 void shared_unmap(void);
 void state_lock(void);
 void state_unlock(void);
+
+// ---- files.c
+
+extern int (*open_meminfo)(void);  // of the device's host; -1: the real one
 
 // ---- state.c
 

@@ -127,9 +127,11 @@ void report_write(Process* process) {
       process->pid, process->kernels, process->graph_launches);
   for (int d = 0; d < config.devices; d++)
     put(&text,
-        "%s{\"used\": %lu, \"peak\": %lu, \"device_used\": %lu, \"device_peak\": %lu}",
+        "%s{\"used\": %lu, \"peak\": %lu, \"device_used\": %lu, \"device_peak\": %lu, "
+        "\"least_available\": %lu}",
         d ? ", " : "", process->used[d], process->peak[d],
-        shared->device[d].used + shared->device[d].other, shared->device[d].peak);
+        shared->device[d].used + shared->device[d].other, shared->device[d].peak,
+        shared->device[d].least_available);
   put(&text, "], \"phases\": {");
   for (int i = 0; i < shared->phases; i++) {
     char name[2 * NAME_BYTES];

@@ -57,6 +57,8 @@ CUresult operation_do(const Operation* o) {
       return CUDA_SUCCESS;
     case NODE_COLLECTIVE:
       return o->collective(o->argument);
+    case NODE_FREE:
+      return memory_free_either(o->to);
     case NODE_KERNEL:
       if (self) __atomic_fetch_add(&self->kernels, 1, __ATOMIC_RELAXED);
       return CUDA_SUCCESS;
@@ -140,10 +142,12 @@ CUresult operation_post(Stream* given, const Operation* o) {
   } else if (!(stream->flags & CU_STREAM_NON_BLOCKING)) {
     wait_after(stream, legacy, legacy->given);
   }
+  now |= o->kind == NODE_FREE && !stream->work;
   if (now)
     error = finish(stream, UINT64_MAX);
   else
     add(stream, (Work){.operation = *o});
+  if (o->kind == NODE_FREE && !now) stream->freed = stream->given;
   pthread_mutex_unlock(&lock);
   // Not under the lock: a collective waits for its peers.
   return error || !now ? error : operation_do(o);
@@ -200,6 +204,12 @@ CUresult stream_finish(Stream* stream) {
   if (!config.streams_behind) return CUDA_SUCCESS;
   Mark mark = stream ? stream_all(stream) : stream_mark(NULL);
   return mark_finish(&mark);
+}
+
+CUresult stream_finish_frees(Stream* given) {
+  if (!unfinished) return CUDA_SUCCESS;
+  Stream* stream = queue_of(given);
+  return mark_finish(&(Mark){stream, stream->freed});
 }
 
 typedef struct {

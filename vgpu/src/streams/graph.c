@@ -15,14 +15,10 @@ typedef struct CUgraphExec_st {
   Kept kept;
 } Exec;
 
-// What stays until the process ends.
 static CUresult first_graph(int device) {
   static bool taken[MAX_DEVICES];
-  pthread_mutex_lock(&objects_lock);
-  int64_t bytes = taken[device] ? 0 : (int64_t)config.device[device].first_graph;
-  bool fits = charge(device, bytes, "first graph");
-  taken[device] |= fits;
-  pthread_mutex_unlock(&objects_lock);
+  uint64_t bytes = config.device[device].first_graph;
+  bool fits = charge_once(device, bytes, "first graph", taken);
   return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 

@@ -12,6 +12,7 @@
 typedef struct CUmod_st {
   int device;
   int64_t charged;
+  uint64_t stack;  // bytes a thread of its largest kernel
 } Module;
 
 typedef struct CUfunc_st {
@@ -149,6 +150,7 @@ static CUresult run_hook(const Hook* hook, void** arguments, void* stream) {
 static CUresult kernel_load(const void* kernel) {
   Module* module = object_is(kernel, KERNEL) ? ((const Kernel*)kernel)->module : NULL;
   int device = module ? module->device : current_device();
+  if (module && !charge_stack(device, module->stack)) return CUDA_ERROR_OUT_OF_MEMORY;
   int64_t bytes = (int64_t)config.device[device].kernel;
   if (!bytes) return CUDA_SUCCESS;
   pthread_mutex_lock(&registered_lock);
@@ -232,12 +234,12 @@ EXPORT CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx, unsign
 
 // ---- modules and libraries loaded at run time
 
-static CUresult module_load(void** handle) {
+static CUresult module_load(void** handle, const void* image) {
   int device = current_device();
   int64_t bytes = (int64_t)config.device[device].module;
   if (!charge(device, bytes, "module")) return CUDA_ERROR_OUT_OF_MEMORY;
   Module* module = object_new(MODULE, sizeof *module);
-  *module = (Module){device, bytes};
+  *module = (Module){device, bytes, image_stack(image)};
   *handle = module;
   return CUDA_SUCCESS;
 }
@@ -262,19 +264,19 @@ static CUresult module_kernel(void** kernel, void* module, const char* name) {
 
 EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   DRV_ENTER(0);
-  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module, image) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned n,
                                    CUjit_option* options, void** values) {
   (void)n, (void)options, (void)values;
   DRV_ENTER(0);
-  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module, image) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuModuleLoadFatBinary(CUmodule* module, const void* image) {
   DRV_ENTER(0);
-  return image ? module_load((void**)module) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)module, image) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuModuleLoad(CUmodule* module, const char* path) {
@@ -282,7 +284,7 @@ EXPORT CUresult cuModuleLoad(CUmodule* module, const char* path) {
   FILE* file = path ? fopen(path, "rb") : NULL;
   if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
   fclose(file);
-  return module_load((void**)module);
+  return module_load((void**)module, "");  // not read
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module) {
@@ -301,7 +303,7 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* image,
                                   CUlibraryOption* options, void** values, unsigned n) {
   (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
   DRV_USE(0);
-  return image ? module_load((void**)library) : CUDA_ERROR_INVALID_VALUE;
+  return image ? module_load((void**)library, image) : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library) {
@@ -350,7 +352,7 @@ EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image
                                        void** values, unsigned n) {
   (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
   RT_ENTER(0);
-  RT(image ? module_load((void**)library) : CUDA_ERROR_INVALID_VALUE);
+  RT(image ? module_load((void**)library, image) : CUDA_ERROR_INVALID_VALUE);
 }
 
 EXPORT cudaError_t cudaLibraryUnload(cudaLibrary_t library) {

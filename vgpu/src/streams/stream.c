@@ -95,6 +95,7 @@ static CUresult add_callback(CUstream handle, void (*function)(void*), void* dat
 static CUresult event_create(CUevent* handle, unsigned flags) {
   Event* event = object_new(EVENT, sizeof *event);
   event->flags = flags;
+  event->ordinal = current_ordinal();
   *handle = event;
   return CUDA_SUCCESS;
 }
@@ -145,7 +146,8 @@ static CUresult event_query(CUevent event, bool wait) {
 
 static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
   if (!object_is(start, EVENT) || !object_is(end, EVENT) || !start->recorded ||
-      !end->recorded || (start->flags | end->flags) & CU_EVENT_DISABLE_TIMING)
+      !end->recorded || start->ordinal != end->ordinal ||
+      (start->flags | end->flags) & CU_EVENT_DISABLE_TIMING)
     return CUDA_ERROR_INVALID_HANDLE;
   *milliseconds =
       (float)((double)((int64_t)(end->nanoseconds - start->nanoseconds)) / 1e6);

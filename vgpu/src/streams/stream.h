@@ -10,6 +10,7 @@ typedef enum {
   NODE_HOST,
   NODE_EVENT,
   NODE_COLLECTIVE,
+  NODE_FREE,  // never of a graph
 } NodeKind;
 
 typedef struct {
@@ -52,6 +53,7 @@ typedef struct CUstream_st {
   uint64_t joined;  // of these, how many another captured stream waits for
   struct Work *work, *last_work;  // what it has not done
   uint64_t given;                 // the number of the last
+  uint64_t freed;                 // the number of the last that frees memory
   int queries;                    // since it was last waited for
 } Stream;
 
@@ -63,6 +65,7 @@ typedef struct {
 
 typedef struct CUevent_st {
   unsigned flags;
+  int ordinal;  // of the device that it was made on
   bool recorded;
   uint64_t nanoseconds;
   uint64_t capture;  // its id, 0: recorded outside a capture
@@ -91,11 +94,17 @@ void stream_wait_for(Stream* stream, const Mark* mark);
 bool mark_is_reached(const Mark* mark);  // counts as a query
 CUresult mark_finish(const Mark* mark);
 CUresult stream_finish(Stream* stream);
+CUresult stream_finish_frees(Stream* stream);  // up to the last that frees memory
 
 // ---- user_object.c
 
 void kept_copy(Kept* to, const Kept* from);
 void kept_release(Kept* kept);
+
+// ---- stack.c
+
+// Bytes a thread of the largest of its kernels; 0: the image is no ELF file.
+uint64_t image_stack(const void* image);
 
 // ---- module.c
 
