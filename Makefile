@@ -5,6 +5,7 @@ OLDER := 0.26.0
 ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
+DEVICE_ENV := $(if $(TORCH),.venv-torch-$(TORCH),$(ENV))
 RUN = .venv/bin/python -m $(1) --base $(BASE)
 # What ships, of all topics or those asked for.
 SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
@@ -12,7 +13,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check verify vgpu ray \
-  envelope device test test-all test-long topics lint bench bench-load \
+  envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -86,6 +87,11 @@ test-all: vgpu envelope overlay ray check  ## everything
 device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
 	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
 
+torch-tests: build/torch-tests/ready  ## TESTS=pytorch/test: PyTorch's own tests of memory; ONLY=, TORCH=
+	@$(DEVICE_ENV)/bin/python -m scripts.torch_tests \
+	  --tests "$(or $(TESTS),$(error TESTS=<pytorch/test> is needed: vgpu/README.md))" \
+	  $(if $(ONLY),--only "$(ONLY)") $(if $(OTHER_VERSION),--other-version)
+
 test-long: vgpu envelope ray  ## what takes too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long
 
@@ -104,6 +110,9 @@ bench-start: vgpu envelope  ## what a start takes of what it requested
 
 bench-extensible: vgpu envelope  ## the KV cache extended after capture, beside estimated
 	@$(call RUN,bench.extensible)
+
+bench-start-time: vgpu envelope  ## processor time of a start, in pairs beside the release; PAIRS=20
+	@$(call RUN,bench.start_time) $(if $(PAIRS),--pairs $(PAIRS))
 
 bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
 	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)")
@@ -148,8 +157,9 @@ bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a networ
 results-page: .venv/ready  ## docs/gpu.md from results/
 	@$(call RUN,gpu.results_page)
 
-lint: .venv/ready
-	@.venv/bin/pre-commit run --all-files
+lint: .venv/ready  ## files that git does not know yet, too
+	@git ls-files -z --cached --others --exclude-standard | \
+	  xargs -0 .venv/bin/pre-commit run --files
 
 .venv/ready: requirements/uv.txt requirements/tools.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
@@ -171,4 +181,10 @@ lint: .venv/ready
 build/ray/ready: requirements/ray.txt | $(ENV)/ready
 	@rm -rf build/ray
 	@.venv/bin/uv pip install -q -p $(ENV) --target build/ray --require-hashes --no-deps -r $<
+	@touch $@
+
+build/torch-tests/ready: requirements/torch-tests.txt | $(DEVICE_ENV)/ready
+	@rm -rf build/torch-tests
+	@.venv/bin/uv pip install -q -p $(DEVICE_ENV) --target build/torch-tests \
+	  --require-hashes --no-deps -r $<
 	@touch $@

@@ -1,1 +1,1 @@
-"""The series of patches, and what ships: wheel, overlay, image, bundle."""
+"""Maintain the series, and build what ships: wheel, overlay, image, bundle."""

@@ -1,4 +1,4 @@
-"""Build the patched wheel: the official one with what the series changes.
+"""Build the patched wheel: the official one with the files that the series changes.
 
 Members that no patch touches are copied as they are, compressed bytes and all.
 The same inputs give the same wheel, on any machine.
@@ -253,7 +253,7 @@ def copy_member(
     assert out is not None
     new = copy.copy(entry)
     new.filename = name
-    new.flag_bits &= ~0x08  # the sizes stand in the header, not behind the data
+    new.flag_bits &= ~0x08  # the sizes are in the header, not behind the data
     new.header_offset = out.tell()
     out.write(new.FileHeader())
     left = entry.compress_size

@@ -28,7 +28,7 @@ from scripts.release import Base, fetch
 from scripts.series import git
 from scripts.thin import thin
 
-# What vLLM and its tests import, and an image for PyTorch does not bring.
+# What vLLM and its tests import, and an image for PyTorch lacks.
 PACKAGES = {
     "annotated-types", "anthropic", "apache-tvm-ffi", "blake3", "cachetools", "cbor2",
     "distro", "docstring-parser", "fastapi", "httpcore2", "httpx2", "jiter",
@@ -119,7 +119,7 @@ def fill(
 
 
 def differences(official: Path, ours: Path) -> tuple[set[str], set[str]]:
-    """Members that ours changes or adds, and those that it has no more."""
+    """Members that ours changes or adds, and those that it removes."""
     with zipfile.ZipFile(official) as theirs, zipfile.ZipFile(ours) as opened:
         before = {entry.filename: entry.CRC for entry in theirs.infolist()}
         after = {entry.filename: entry.CRC for entry in opened.infolist()}
@@ -130,7 +130,7 @@ def differences(official: Path, ours: Path) -> tuple[set[str], set[str]]:
 def vllm_files(
     wheel: Path, args: argparse.Namespace
 ) -> Iterator[tuple[str, bytes | bytearray]]:
-    """Native code last, as it compresses alike."""
+    """Files of vLLM, native code last: like next to like compresses better."""
     this = f"cpython-{args.python_version.replace('.', '')}"
     for name, content in members(wheel):
         other_python = "cpython-" in name and this not in name

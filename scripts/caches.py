@@ -1,9 +1,9 @@
 """Where runs keep what they compile: below build/, never in the user's home.
 
-What a start finds of an earlier one changes what it measures: results of autotuning,
-compiled models, plans. So each run begins without, unless it is given a folder of its
-own to come back to: the first start in it is cold, those after it are warm. Compiled
-Triton kernels alone, which change no byte, wait on a shelf that all runs share.
+Caches of an earlier start change what a start measures: results of autotuning, compiled
+models, plans. So each run begins with empty caches, unless it is given its own folder:
+the first start in a folder is cold, later ones are warm. Only compiled Triton kernels,
+which change no byte, are shared by all runs, on a shelf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BYTECODE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 def environment(
     base: Mapping[str, str], folder: Path, shelf: Path | None = None
 ) -> dict[str, str]:
-    """`base` for processes that keep what they keep in `folder`.
+    """`base`, for processes whose caches are in `folder`.
 
     `shelf` is the folder of kernels that kernel_shelf.py shares; this repository must
     be on their path.
@@ -48,7 +48,7 @@ def environment(
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        # Else humming compiles kernels beside each process that imports vLLM.
+        # Otherwise humming compiles kernels beside each process that imports vLLM.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
     if shelf is not None:

@@ -1,10 +1,10 @@
-"""Carry fixes of topics, fixup commits in one release's source, to another release's.
+"""Carry fixes (fixup commits) from the source of one release to that of another.
 
     git commit --fixup COMMIT      # in vllm/
     make carry TO=0.26.0
 
-Each becomes a fixup of the same topic there, merged three-way. What comes after is the
-same for both: git rebase -i --autosquash, make export, make check.
+Each becomes a fixup of the same topic there, merged three-way. Then, for both: git
+rebase -i --autosquash, make export, make check.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
 def carry(
     source: Base, target: Base, commit: str, topic: str, subject: str, folder: Path
 ) -> str:
-    """What became of a fix.
+    """Carry one fix; returns what became of it.
 
     Raises:
         Problem: it conflicts; the conflict waits in the target's source.
@@ -95,7 +95,7 @@ def carry(
 
 
 def fixups(tree: Path) -> list[tuple[str, str]]:
-    """Commit and topic of each that is not squashed yet, in order."""
+    """Commit and topic of each fixup that is not squashed yet, in order."""
     known = names(tree)
     lines = git(tree, "log", "--reverse", "--format=%H %s", f"{BASE_REF}..HEAD")
     found = []

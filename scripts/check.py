@@ -3,11 +3,11 @@
 It applies; upstream's ruff and clang-format pass on the lines it touches, and its
 own hooks on the files; its Python compiles; what it calls on self is defined; and of
 the tests it touches at least one fails without it and all pass with it, on the virtual
-device, but for those that expected.toml lists as needing kernels that compute. Of the
-whole series it runs upstream's mypy once.
+device. Tests that need kernels to compute are left out (expected.toml). On the whole
+series all those tests run again, and upstream's mypy once.
 
-With --alone a patch is checked on the release with just what topics.toml says that it
-needs, merged three-way in the order of the series, and no name it uses may be missing.
+With --alone, a patch is checked on the release with only what it needs by topics.toml,
+merged three-way in the order of the series; no name that it uses may be missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scripts.series import BASE_REF, apply, commits, git, run_git
 from scripts.topics import also_needed, stack, with_needs
 
 DEVICE = ("--memory", "16GiB")
-TEST_LIMIT = 900
+TEST_LIMIT = 1500
 EXPECTED = "tests/vgpu/upstream/expected.toml"
 
 
@@ -85,6 +85,8 @@ def main(args: argparse.Namespace) -> None:
         if not args.patches and not alone:
             files = sorted(touched_lines(tree, BASE_REF))
             faults = upstream_hooks.run(tree, files, hooks, slow=True)
+            if not args.no_tests:
+                faults += series_tests(base, tree, folder)
             print(*(["the series:", *faults] if faults else []), sep="\n  ")
             failed += ["the series"] if faults else []
     if failed:
@@ -106,7 +108,7 @@ class Alone:
             self.defined[name] = names(tree, touched_lines(tree)).defined - self.words
 
     def place(self, name: str) -> list[str]:
-        """Check out a branch "check" with the topic on top; why it cannot be."""
+        """Check out a branch "check" with the topic on top; returns why it cannot."""
         root, series = self.base.root, list(self.series)
         wanted = with_needs(root, series, [name])
         done = stack(self.repository, self.release, self.series, wanted)
@@ -120,7 +122,7 @@ class Alone:
         ]
 
     def missing(self, name: str, touched: dict[str, set[int]]) -> list[str]:
-        """Names that the topic uses and only others define, which are not there."""
+        """Names that the topic uses, only others define, and the tree lacks."""
         there = with_needs(self.base.root, list(self.series), [name])
         known = set[str]().union(*(self.defined[topic] for topic in there))
         others = {
@@ -196,7 +198,7 @@ def syntax(tree: Path, touched: dict[str, set[int]]) -> list[str]:
 
 
 def undefined(tree: Path, touched: dict[str, set[int]]) -> list[str]:
-    """What touched files call on self, the release does not, and no file defines.
+    """New calls on self in touched files of what no file defines.
 
     No linter says so, nor mypy where a base class comes from torch."""
     faults = []
@@ -246,18 +248,15 @@ def own_tests(
     tests = tests_in(tree, touched)
     if not tests:
         return ["it touches no test"]
-    python = base.root / f".venv-vllm-{base.version}/bin/python"
-    if not python.exists():
-        raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
-    shutil.copytree(tree / "tests", folder / "run/tests")
-    shutil.copy2(tree / "pyproject.toml", folder / "run")
+    python = prepare(base, tree, folder)
     sites = {}
     for when in ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
         sites[when] = overlay(base, tree, python, folder / f"site {when}")
     with ThreadPoolExecutor(len(sites)) as pool:
         ran = pool.map(
-            lambda site: run_tests(base, site, python, tests, folder), sites.values()
+            lambda site: run_tests(base, site, python, tests, folder, site),
+            sites.values(),
         )
         results = dict(zip(sites, ran, strict=True))
     for site in sites.values():
@@ -269,16 +268,57 @@ def own_tests(
         print(f"  {test}: {before} without the patch, {outcome} with it")
     if not results["HEAD"]:
         return ["none of its tests ran"]
-    # Tests that need kernels to compute can only be run on a GPU.
-    listed = tomllib.loads((base.root / EXPECTED).read_text())["needs_arithmetic"]
-    faults = [
-        f"{test}: {outcome}"
-        for test, outcome in results["HEAD"].items()
-        if (outcome == "passed") == (test.partition("[")[0] in listed)
-    ]
+    faults = unexpected(base, results["HEAD"])
     if "failed" not in results["HEAD~"].values():
         faults.append("none of its tests fails without it")
     return faults
+
+
+def series_tests(base: Base, tree: Path, folder: Path) -> list[str]:
+    """Run all tests that the series touches, with all of it: no topic breaks those of
+    another."""
+    python = prepare(base, tree, folder)
+    site = overlay(base, tree, python, folder / "site")
+    parts: dict[tuple[Path, int], list[str]] = {}
+    for number, test in enumerate(tests_in(tree, touched_lines(tree, BASE_REF))):
+        folder_of = Path(test.partition("::")[0]).parent
+        parts.setdefault((folder_of, number % 2), []).append(test)
+    # Processes for each directory, as upstream's jobs have, of every other test: the
+    # largest would take longer than all the others. It comes first.
+    chosen = sorted(parts.values(), key=len, reverse=True)
+    places = [folder / f"part {number}" for number in range(len(chosen))]
+    with ThreadPoolExecutor(2) as pool:
+        ran = pool.map(
+            lambda part, place: run_tests(base, site, python, part, folder, place),
+            chosen,
+            places,
+        )
+        results = {test: outcome for part in ran for test, outcome in part.items()}
+    return [f"with the whole series, {fault}" for fault in unexpected(base, results)]
+
+
+def prepare(base: Base, tree: Path, folder: Path) -> Path:
+    """Put the tests of ``tree`` below ``folder``; returns the interpreter.
+
+    Raises:
+        Problem: it is missing.
+    """
+    python = base.root / f".venv-vllm-{base.version}/bin/python"
+    if not python.exists():
+        raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
+    shutil.copytree(tree / "tests", folder / "run/tests")
+    shutil.copy2(tree / "pyproject.toml", folder / "run")
+    return python
+
+
+def unexpected(base: Base, results: dict[str, str]) -> list[str]:
+    """Tests that do not pass, or pass although they need kernels to compute."""
+    listed = tomllib.loads((base.root / EXPECTED).read_text())["needs_arithmetic"]
+    return [
+        f"{test}: {outcome}"
+        for test, outcome in sorted(results.items())
+        if (outcome == "passed") == (test.partition("[")[0] in listed)
+    ]
 
 
 def overlay(base: Base, tree: Path, python: Path, site: Path) -> Path:
@@ -300,17 +340,18 @@ def overlay(base: Base, tree: Path, python: Path, site: Path) -> Path:
 
 
 def run_tests(
-    base: Base, site: Path, python: Path, tests: list[str], folder: Path
+    base: Base, site: Path, python: Path, tests: list[str], folder: Path, place: Path
 ) -> dict[str, str]:
-    """Outcome (passed, failed or skipped) by test name."""
-    report = site / "report.xml"
+    """Outcome (passed, failed or skipped) by test name; caches and the report lie in
+    ``place``."""
+    report = place / "report.xml"
     paths = (site, base.root, folder / "run/tests/vllm_test_utils")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "VLLM_NO_USAGE_STATS": "1",
     }
     shelf = base.root / "build/kernels"
-    environment = caches.environment(environment, site / "caches", shelf)
+    environment = caches.environment(environment, place / "caches", shelf)
     log = subprocess.run(
         [str(python), "-m", "vgpu", *DEVICE, "--",
          str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its errors, files whole or not at all."""
+"""What all commands share: options, errors, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Problem(Exception):
-    """Something the user can mend: what was wanted, what was found, what to do."""
+    """An error that the user can fix: what was wanted, what was found, what to do."""
 
 
 def command(main: Callable[[argparse.Namespace], None]) -> None:
@@ -77,7 +77,7 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it: whole or not at all."""
+    """Replace a file, or make it, atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.rename(path)

@@ -3,8 +3,8 @@
     make compare [BASE=0.26.0]
 
 A topic is the same if it adds and removes the same lines of the same files; context and
-places do not count. Why one differs, or is absent, is told in the release's base.toml,
-under [differs] and [absent]: a reason for each, and none for others.
+line numbers do not count. The release's base.toml says why a topic differs or is
+absent, under [differs] and [absent]: a reason for each such topic, and for no other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def releases(root: Path) -> list[str]:
 
 
 def differing(newest: Base, base: Base) -> dict[str, Differences]:
-    """By patch file of `base` that changes other lines than the newest's: where."""
+    """Where patches of `base` change other lines than the newest's, by patch file."""
     found = {
         patch.name: difference(changes(newest.folder / patch.name), changes(patch))
         for patch in base.patches()
@@ -82,7 +82,7 @@ def changes(patch: Path) -> Changes:
 
 
 def difference(there: Changes, here: Changes) -> Differences:
-    """By file, the number of lines that only one changes; files alike are left out."""
+    """By file, the number of lines that only one changes; equal files are left out."""
     counts = {}
     for name in sorted(there.keys() | here.keys()):
         one, other = (side.get(name, Counter[str]()) for side in (there, here))

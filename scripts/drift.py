@@ -1,11 +1,11 @@
-"""How far another release is from the series: merged whole, and topic by topic.
+"""How far another release is from the series, as a whole and topic by topic.
 
     make drift TO=0.32.0
 
-Nothing stops at a conflict and nothing is written. The whole series is merged once,
+It does not stop at a conflict, and writes nothing. The whole series is merged once,
 three-way, and its conflicting hunks are counted by file. Then each topic is merged onto
-the release with those before it, whose conflicts are settled as the series has it: what
-conflicts there is the topic's own.
+the release with the topics before it, whose conflicts are resolved as in the series:
+any conflict is then the topic's own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Drift:
 
 
 def report(old: Base, new: Base, folder: Path) -> list[str]:
-    """What there is to tell, in lines."""
+    """The report, as lines."""
     repository = Repository.borrowing(folder / "merges", old.tree, new.tree)
     base, release = (
         git(tree, "rev-parse", BASE_REF).strip() for tree in (old.tree, new.tree)

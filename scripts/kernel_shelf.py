@@ -1,8 +1,8 @@
-"""Triton's cache in two places: compiled kernels on a shelf that runs share, results of
-autotuning in the run's own folder.
+"""Triton's cache in two places: compiled kernels on a shelf that all runs share,
+results of autotuning in the run's own folder.
 
-A kernel's key is a hash of its source and of what compiles it, so whoever finds it
-would have compiled the same. A result of autotuning is a measurement: a start that
+A kernel's key is a hash of its source and of its compiler, so a run that finds it would
+have compiled the same. A result of autotuning is a measurement: a start that
 finds one allocates less than the first start, which measures.
 """
 
@@ -14,7 +14,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class Shelf(FileCacheManager):
-    """Both, by the kind of file; Triton makes one for each key."""
+    """Both places, by the kind of file; Triton makes a manager for each key."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         super().__init__(key, override=override, dump=dump)

@@ -1,7 +1,7 @@
 """Three-way merges without a checkout: what a topic becomes on another tree.
 
-They are made in a repository of their own that borrows the objects of others, so that
-none of those grows.
+Merges are made in a separate repository that borrows the objects of others, so that
+those do not grow.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Repository:
         return git(self.path, "rev-parse", f"{name}^{{tree}}").strip()
 
     def merge(self, base: str, ours: str, theirs: str) -> Merged:
-        """`ours` with what leads from `base` to `theirs`.
+        """`ours` with the changes from `base` to `theirs`.
 
         Raises:
             Problem: git is too old, or failed.
@@ -91,7 +91,7 @@ class Repository:
         return self.commit(tree, parent, message=message)
 
     def hunks(self, merged: Merged) -> Counter[str]:
-        """The number of conflicts by file; a file that only one side has is one."""
+        """The number of conflicts by file; one for a file that only one side has."""
         return Counter(
             {
                 name: len(HUNK.findall(self.content(merged.tree, name))) or 1
@@ -109,7 +109,7 @@ class Repository:
         return run_git(self.path, "show", f"{tree}:{name}").stdout
 
     def settled(self, merged: Merged, theirs: str) -> str:
-        """The tree with each conflict settled as `theirs` has it."""
+        """The tree with each conflict resolved as in `theirs`."""
         if not merged.files:
             return merged.tree
         index = self.path / "settled.index"

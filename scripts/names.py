@@ -1,6 +1,7 @@
-"""The names that a topic uses of others, from the syntax tree of its lines.
+"""The names of other topics that a topic uses, from the syntax tree of its lines.
 
-A name counts that no file of the release has: the topic that defines it must be there.
+Only names that no file of the release has count: the topic that defines one must be
+there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests chosen by name, and what became of them; needs the standard library alone."""
+"""Choose tests by name, and read their outcomes; needs only the standard library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 def chosen(tests: Iterable[str]) -> list[str]:
     """pytest's arguments for tests given as "file::function".
 
-    By name: a file that cannot be imported would keep named nodes from running. A name
-    takes those that it is a part of, too.
+    By name: if a file could not be imported, pytest would run no node given as an
+    argument. Tests whose names contain such a name are chosen, too.
     """
     pairs = [test.partition("::") for test in tests]
     files = sorted({file for file, _, _ in pairs})

@@ -1,4 +1,5 @@
-"""Write the overlay: what the patched wheel changes, and an installer, in one file."""
+"""Write the overlay: the changed files of the patched wheel and an installer, in one
+file."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Run it with the Python that vLLM runs with (3.10 or newer; nothing else is neede
 
     python3 vllm-...-overlay-x86_64.pyz install | status | revert
 
-Everything is staged beside the package first. Then files only change their names,
-by a list that is written down before the first one: a later run undoes the list of
-one that was killed. The official files are kept in the dist-info folder.
+Everything is staged beside the package first. Then files are only renamed, by a list
+that is written before the first rename. If killed, run it again: it rolls back. The
+official files are kept in the dist-info folder.
 
 One file, however long: it is the whole program of the archive.
 """
@@ -42,7 +42,7 @@ Journal = list[tuple[str, str, str | None]]
 
 
 class Problem(Exception):
-    """Something the user can mend: what was wanted, what was found, what to do."""
+    """An error that the user can fix: what was wanted, what was found, what to do."""
 
 
 class Unfinished(Exception):
@@ -322,7 +322,7 @@ def revert(site: Path) -> str:
     for name in sorted(kept):
         official = name.removeprefix(f"{envelope}/official/")
         moves.append((name, f"{OLD}/{name}" if official == name else official))
-    # Bytecode of the kept files, say: nobody else will remove it.
+    # For example bytecode of the kept files: nobody else will remove it.
     for path in sorted(state.parent.rglob("*")):
         name = str(path.relative_to(site))
         if not path.is_dir() and name not in kept:
@@ -388,7 +388,7 @@ def carry_out(site: Path, moves: Moves) -> None:
 
 
 def undo(site: Path) -> bool:
-    """Put back what an unfinished command moved; whether there was one.
+    """Put back what an unfinished command moved; returns whether there was one.
 
     Raises:
         Unfinished: the file system refused.

@@ -1,8 +1,9 @@
 """Make a branch for a pull request in a clone of upstream, and its description.
 
-The patch is merged three-way onto the chosen base in a worktree of its own, so the
-clone's checkout is not touched. A conflict is left in build/ to be resolved; the
-command goes on when it is run again.
+The branch is a stack: what the topic needs by topics.toml, a commit each, then the
+topic. Each is merged three-way onto the chosen base in a worktree of its own, so the
+clone's checkout is not touched. A conflict is left in build/ to be resolved; run the
+command again to continue.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from scripts.check import lint, touched_lines
 from scripts.commands import Problem, command, locked
 from scripts.release import Base
 from scripts.series import (
+    BASE_REF,
     IDENTITY,
     Outcome,
+    commits,
     conflict_report,
     git,
     run_git,
@@ -53,6 +56,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     patch = chosen(base, args.topic)
+    patches = stacked(base, patch)
     proposal = proposed(base, patch)
     branch = args.branch or f"envelope/{patch.stem}"
     onto = checked(args.git, args.onto, branch)
@@ -62,18 +66,19 @@ def main(args: argparse.Namespace) -> None:
     template = template_of(args.git, onto)
     tree = base.root / f"build/pr-{patch.stem}"
     with locked(base.root):
-        merge(base, args.git, onto, patch, tree, again(args, patch))
+        merge(base, args.git, onto, patches, tree, again(args, patch))
     hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
     if validation is None:
         validation = check(base, patch)
     proposal["not_duplicate"] = stated(
         proposal["not_duplicate"], topics.threads(base.root)
     )
-    text = description(tree, template, proposal, validation + runs, hooks)
+    below = builds_on(base, tree, onto, patches)
+    text = description(tree, template, proposal, validation + runs, hooks, below)
     path = base.root / f"build/pr-{patch.stem}.md"
     with locked(base.root):
         if identity:
-            sign(tree, identity)
+            sign(tree, onto, identity)
         path.write_text(text)
         git(args.git, "branch", branch, git(tree, "rev-parse", "HEAD").strip())
         git(args.git, "worktree", "remove", "--force", str(tree.resolve()))
@@ -84,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def again(args: argparse.Namespace, patch: Path) -> str:
-    """The command that goes on, with the options of this one."""
+    """The command that continues, with the options of this one."""
     given = {
         "TOPIC": patch.stem,
         "VLLM_GIT": args.git,
@@ -114,6 +119,17 @@ def chosen(base: Base, topic: str) -> Path:
     if topic.removesuffix(".patch") not in names:
         raise Problem(f"no topic {topic!r}. TOPIC is one of: {', '.join(names)}.")
     return names[topic.removesuffix(".patch")]
+
+
+def stacked(base: Base, patch: Path) -> dict[str, Path]:
+    """What a patch needs, in the order of the series, and the patch; by the subjects of
+    their commits."""
+    patches = {path.stem: path for path in base.patches()}
+    names = topics.with_needs(base.root, list(patches), [patch.stem])
+    made = commits(base.tree)
+    told = git(base.tree, "log", "--format=%H %s", f"{BASE_REF}..HEAD").splitlines()
+    subjects = dict(line.split(" ", 1) for line in told)
+    return {subjects[made[name]]: patches[name] for name in names}
 
 
 def proposed(base: Base, patch: Path) -> dict[str, Any]:
@@ -174,41 +190,76 @@ def submitter(clone: Path) -> tuple[str, str]:
 
 
 def merge(
-    base: Base, clone: Path, onto: str, patch: Path, tree: Path, again: str
+    base: Base,
+    clone: Path,
+    onto: str,
+    patches: dict[str, Path],
+    tree: Path,
+    again: str,
 ) -> None:
-    """A worktree whose HEAD is the patch on ``onto``.
+    """A worktree whose HEAD is the last patch, on the others, on ``onto``.
 
     Raises:
         Problem: a conflict, which stays in the worktree; or nothing is left to do.
     """
     if tree.exists():
-        if unresolved(tree):
-            files = git(tree, "diff", "--name-only", "--diff-filter=U").split()
-            outcome = Outcome("conflict", tuple(files))
-            raise Problem(conflict_report(tree, patch, outcome, again))
-        parent = run_git(tree, "rev-parse", "-q", "--verify", "HEAD~").stdout.strip()
-        if parent != onto:
+        done = subjects_between(tree, onto)
+        if done is None or not set(done) <= patches.keys():
             raise Problem(
-                f"{tree} is left from another run and is not one commit on this base: "
+                f"{tree} is left from another run and is not this topic on this base: "
                 "remove that folder to start anew."
             )
-        return
-    git(clone, "worktree", "prune")
-    git(clone, "worktree", "add", "-q", "--detach", str(tree.resolve()), onto)
-    outcome = Outcome("taken")
-    try:
-        outcome = transplant(base.tree, tree, patch)
-    finally:
-        if outcome.kind == "taken":
-            git(clone, "worktree", "remove", "--force", str(tree.resolve()))
-    if outcome.kind == "taken":
-        raise Problem(f"{patch.name}: the base has these changes already.")
-    if outcome.kind == "conflict":
+    else:
+        done = []
+        git(clone, "worktree", "prune")
+        git(clone, "worktree", "add", "-q", "--detach", str(tree.resolve()), onto)
+    left = [patch for subject, patch in patches.items() if subject not in done]
+    if left and unresolved(tree):
+        files = git(tree, "diff", "--name-only", "--diff-filter=U").split()
+        outcome = Outcome("conflict", tuple(files))
+        now = git(tree, "am", "--show-current-patch=raw")
+        patch = next(p for p in left if now.strip() == p.read_text().strip())
         raise Problem(conflict_report(tree, patch, outcome, again))
+    last = list(patches.values())[-1]
+    for patch in left:
+        outcome = Outcome("taken")
+        try:
+            outcome = transplant(base.tree, tree, patch)
+        finally:
+            if outcome.kind == "taken" and patch is last:
+                git(clone, "worktree", "remove", "--force", str(tree.resolve()))
+        if outcome.kind == "conflict":
+            raise Problem(conflict_report(tree, patch, outcome, again))
+    if left and outcome.kind == "taken":
+        raise Problem(f"{last.name}: the base has these changes already.")
+
+
+def subjects_between(tree: Path, onto: str) -> list[str] | None:
+    """Those of the commits on ``onto``; None if HEAD does not stand on it."""
+    if run_git(tree, "merge-base", "--is-ancestor", onto, "HEAD").returncode:
+        return None
+    told = git(tree, "log", "--reverse", "--format=%s", f"{onto}..HEAD")
+    return told.splitlines()
+
+
+def builds_on(base: Base, tree: Path, onto: str, patches: dict[str, Path]) -> list[str]:
+    """A line for each commit of the branch below the topic: its subject, and why."""
+    known = topics.load(base.root)
+    *_, own = patches.values()
+    lines = []
+    for subject in (subjects_between(tree, onto) or [])[:-1]:
+        needed = patches[subject].stem
+        reasons = [
+            f"{'this' if patch is own else patch.stem} {why}"
+            for patch in reversed(patches.values())
+            if patch.stem in known and (why := known[patch.stem].needs.get(needed))
+        ] or ["its lines are next to others of this branch"]
+        lines.append(f"- {subject}: {reasons[0]}")
+    return lines
 
 
 def run_hooks(tree: Path) -> str:
-    """Run upstream's pre-commit hooks on the changed files; what was run, in words.
+    """Run upstream's pre-commit hooks on the changed files; returns what was run.
 
     One at a time, so that a hook that cannot be fetched does not hide the others.
 
@@ -264,7 +315,8 @@ def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
 
 
 def check(base: Base, patch: Path) -> str:
-    """What 'make check' says of a patch's tests, without it and with it.
+    """What 'make check' says of a patch's tests on the release with just what it needs,
+    without it and with it.
 
     Raises:
         Problem: it failed.
@@ -272,14 +324,15 @@ def check(base: Base, patch: Path) -> str:
     script = Path(__file__).with_name("check.py")
     done = subprocess.run(
         [sys.executable, str(script), "--root", str(base.root), "--base", base.version,
-         patch.name],
+         "--alone", patch.name],
         capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise Problem(f"'make check' of {patch.name}: {done.stdout}{done.stderr}")
     return (
-        f"The tests of this change on vLLM {base.version}, without it and with it, on "
-        "a virtual CUDA device (exact about memory, computes nothing):\n\n"
+        f"The tests of this change on vLLM {base.version} and what it builds on, "
+        "without it and with it, on a virtual CUDA device (exact about memory, "
+        "computes nothing):\n\n"
         f"```text\n{textwrap.dedent(done.stdout).strip()}\n```\n"
     )
 
@@ -299,17 +352,22 @@ def results(base: Base, proposal: dict[str, Any]) -> str:
     return text
 
 
-def sign(tree: Path, identity: tuple[str, str]) -> None:
-    """Make the submitter the author, with sign-off; the patch's author is named."""
+def sign(tree: Path, onto: str, identity: tuple[str, str]) -> None:
+    """Make the submitter the author of each commit, with sign-off; the patch's author
+    is named."""
     name, address = identity
-    subprocess.run(
-        ["git", "-C", str(tree), "-c", f"user.name={name}", "-c",
-         f"user.email={address}", "commit", "-q", "--amend", "--no-edit",
-         "--no-verify", "--reset-author",
-         "--trailer", f"Co-authored-by: {IDENTITY[0]} <{IDENTITY[1]}>",
-         "--trailer", f"Signed-off-by: {name} <{address}>"],
-        check=True,
-    )  # fmt: skip
+    stack = git(tree, "rev-list", "--reverse", f"{onto}..HEAD").split()
+    git(tree, "checkout", "-q", "--detach", onto)
+    for commit in stack:
+        git(tree, "cherry-pick", commit)
+        subprocess.run(
+            ["git", "-C", str(tree), "-c", f"user.name={name}", "-c",
+             f"user.email={address}", "commit", "-q", "--amend", "--no-edit",
+             "--no-verify", "--reset-author",
+             "--trailer", f"Co-authored-by: {IDENTITY[0]} <{IDENTITY[1]}>",
+             "--trailer", f"Signed-off-by: {name} <{address}>"],
+            check=True,
+        )  # fmt: skip
 
 
 def template_of(clone: Path, onto: str) -> str:
@@ -329,16 +387,24 @@ def template_of(clone: Path, onto: str) -> str:
 
 
 def description(
-    tree: Path, template: str, proposal: dict[str, Any], measured: str, hooks: str
+    tree: Path,
+    template: str,
+    proposal: dict[str, Any],
+    measured: str,
+    hooks: str,
+    below: list[str],
 ) -> str:
-    """Upstream's template, filled in."""
+    """Upstream's template, filled in; `below` says what the branch builds on."""
     body = git(tree, "show", "-s", "--format=%b")
     overview, *details = paragraphs(without_trailers(body))
     changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
     tests = [name for name in changed.split() if name.startswith("tests/")]
-    needs = [f"- {name}: it {why}" for name, why in proposal.get("needs", {}).items()]
-    if needs:
-        details += ["**Builds on** these, which are to be merged before:", *needs]
+    if below:
+        details += [
+            "**A stack.** The last commit of this branch is this change. It builds on "
+            "the others, each to be reviewed and merged before, in this order:",
+            "\n".join(below),
+        ]
     texts = (
         overview,
         "\n".join(f"- {claim}" for claim in proposal["claims"]),
@@ -360,7 +426,7 @@ def description(
 
 
 def without_trailers(body: str) -> str:
-    """Without who signed or helped; a last paragraph like "Trade-offs: ..." stays."""
+    """Without the trailers; a last paragraph like "Trade-offs: ..." stays."""
     return re.sub(r"(\n[A-Z][A-Za-z-]+-by: .*)+\s*$", "", "\n" + body.strip()).strip()
 
 

@@ -1,8 +1,8 @@
 """Start the series for another vLLM release from the current one.
 
 Patches are merged three-way onto that release. What upstream has taken is named and
-left out. A conflict is left in build/ to be resolved; the command goes on when it is
-run again. --check is make drift.
+left out. A conflict is left in build/ to be resolved; run the command again to
+continue. --check is make drift.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def tell(patch: Path, outcome: Outcome) -> None:
 
 
 def unpatched_tests(base: Base, tree: Path) -> None:
-    """Say which patches' tests fail without them on this release, and which not."""
+    """Say which patches' tests fail without the patch on this release, and which do
+    not."""
     environment = f".venv-vllm-{base.version}"
     if not (base.root / environment / "bin/python").exists():
         print(

@@ -54,11 +54,11 @@ class Base:
     extensions: tuple[Extension, ...]
     tree: Path
     absent: dict[str, str]
-    """Why a topic of the newest release is not there, by its patch file."""
+    """Why this release lacks a topic of the newest release, by patch file."""
     differs: dict[str, str]
     """Why a topic's patch changes other lines than the newest release's."""
     topics: tuple[str, ...] = ()
-    """Those chosen of the series, without ".patch"; empty for all."""
+    """The chosen patches of the series, without ".patch"; empty for all."""
 
     @classmethod
     def load(cls, root: Path, version: str) -> Base:
@@ -145,7 +145,7 @@ class Base:
     def local_version(self) -> str:
         """The version of our build: one more for each patch in the series.
 
-        Of chosen topics it names their content, too: others may be as many.
+        With chosen topics it has a hash of them, too: other choices may have as many.
         """
         number = f"{self.version}+envelope.{len(self.patches())}"
         return f"{number}.t{self.digest()[:8]}" if self.topics else number

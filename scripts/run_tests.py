@@ -1,6 +1,6 @@
 """Run suites of tests one after the other, and say at the end what passed.
 
-A line a test says which it is and how many of how many; the last lines are a table of
+Each test is a line with its number and the number of all; the last lines are a table of
 the suites and "total: N passed, N failed, N skipped".
 """
 

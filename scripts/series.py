@@ -1,9 +1,9 @@
 """The patches as commits: applied to a source tree, and exported from it.
 
 ``vllm/`` (or the ``tree`` of ``base.toml``, so that two releases can lie side by
-side) is a release's source distribution plus one commit a patch; the refs below
-``refs/envelope/`` in its repository say what it was made from, so that work which
-exists nowhere else is never overwritten.
+side) is a release's source distribution plus one commit per patch. The refs below
+``refs/envelope/`` in its repository say what it was made from, so that unexported work
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Outcome:
 def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
     """Commit a patch on ``tree``'s HEAD by a three-way merge, or stop in a conflict.
 
-    ``source`` is where the patch was made: it lends the files it was made from.
+    ``source`` is where the patch was made: it has the files that the patch changes.
 
     Raises:
         Problem: the patch is not from ``source``, or ``tree`` cannot be used.
@@ -174,7 +174,7 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
 
 
 def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> str:
-    """What a patch conflicts with, hunk by hunk, and how to go on."""
+    """What a patch conflicts with, hunk by hunk, and how to continue."""
     hunks = git(tree, "diff", "--diff-filter=U", "-U0").strip()
     return (
         f"{patch.name} conflicts in {', '.join(outcome.files)}:\n{hunks}\n"
@@ -196,7 +196,7 @@ def nameless(tree: Path) -> str:
 
 
 def unresolved(tree: Path) -> bool:
-    """Whether a conflict in ``tree`` waits for someone."""
+    """Whether ``tree`` has an unresolved conflict."""
     state = git(tree, "rev-parse", "--git-path", "rebase-apply").strip()
     return (tree / state).exists()
 

@@ -1,4 +1,4 @@
-"""Make ``vllm/``: the pinned release plus one git commit a patch."""
+"""Make ``vllm/``: the pinned release plus one git commit per patch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def start(base: Base, tree: Path, clone: Path | None) -> None:
         git(tree, "commit", "-q", "-m", f"vLLM {base.version}, source distribution")
     git(tree, "update-ref", BASE_REF, "HEAD")
     if nameless(tree):
-        # The user has no identity of her own: what she commits here needs one.
+        # A user without a git identity needs one to commit here.
         for key, value in zip(("user.name", "user.email"), IDENTITY, strict=True):
             git(tree, "config", key, value)
     # Amending or rebasing a commit keeps the name of its patch file.

@@ -1,6 +1,6 @@
 """Write the tables of patches/README.md from topics.toml.
 
-They stand between marks of their own; what is written by hand beside them stays.
+The tables are between markers; text outside of them is written by hand and stays.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def linked(text: str, known: dict[str, Thread]) -> str:
 
 
 def stated(text: str, known: dict[str, Thread], link: bool = False) -> str:
-    """A text with the state of each thread where it is first named.
+    """A text with the state of each thread added where it is first named.
 
     Raises:
         Problem: topics.toml has no such thread.

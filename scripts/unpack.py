@@ -1,7 +1,7 @@
 """Unpack our wheel as ``build/envelope-<release>``, for PYTHONPATH.
 
-An environment with the official release and its dependencies then runs the
-patched one, and the tests can compare the two.
+An environment with the official release and its dependencies can then run the patched
+one, and tests can compare the two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Upstream's own pre-commit hooks that are a Python script of its tree.
+"""Run upstream's own pre-commit hooks that are Python scripts of its tree.
 
-Each runs with the packages that it asks for, which uv fetches once. The others (ruff,
-typos, ...) are repositories of their own: `make pr` runs them.
+Each runs with the packages that it requires, which uv fetches once. The other hooks
+(ruff, typos, ...) have their own repositories: `make pr` runs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLOW = {"mypy"}
 
 
 def run(tree: Path, files: list[str], folder: Path, slow: bool = False) -> list[str]:
-    """What they say of `files`: the slow ones, or the others.
+    """What the hooks say of `files`: the slow ones, or the others.
 
     Their packages lie in `folder`.
     """
@@ -78,7 +78,7 @@ def with_packages(packages: tuple[str, ...], folder: Path) -> Path | None:
 
 
 def matching(hook: dict[str, Any], files: list[str]) -> list[str]:
-    """Those of `files` that a hook of Python files is for."""
+    """The files that a hook for Python files runs on."""
     kinds = [*hook.get("types", []), *hook.get("types_or", [])]
     if "python" not in kinds or not hook.get("pass_filenames", True):
         return []

@@ -1,4 +1,4 @@
-"""Verify a built wheel: the official one plus the series, and nothing else."""
+"""Verify that a built wheel is the official one plus the series, and nothing else."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def built(index: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 def make(
     built: Project, index: tuple[str, Path], tmp_path: Path
 ) -> Callable[..., Installed]:
-    """Makes an environment with a wheel (the official one), and takes the overlay."""
+    """Makes an environment with a wheel (the official one), for the overlay."""
     (official,) = index[1].glob(f"*_{ARCH}.whl")
     (overlay,) = (built.root / "dist").glob(f"*-overlay-{ARCH}.pyz")
 

@@ -1,4 +1,4 @@
-"""An environment that has the official vLLM in miniature, and the overlay for it."""
+"""An environment with the official vLLM in miniature, and the overlay for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Installed:
         }
 
     def sources(self) -> dict[str, bytes]:
-        """Without bytecode, which holds the time of the install."""
+        """The files without bytecode, which holds the time of the install."""
         return {n: c for n, c in self.files().items() if not n.endswith(".pyc")}
 
     def write(self, name: str, content: bytes) -> None:

@@ -44,7 +44,7 @@ SOURCES = {
     "vllm/plan.py": "".join(f"{name} = 1\n" for name in "abcdefghijklmnopqr"),
 }
 PLAN = SOURCES["vllm/plan.py"]
-# The release before: an older plan, with one change that 1.2.3 does not have.
+# The release before: an older plan.py, with one change that 1.2.3 does not have.
 OLDER = SOURCES | {
     "PKG-INFO": "Name: vllm\nRequires-Dist: torch==1.9\n",
     "vllm/plan.py": PLAN.replace("c = 1", "c = 0")
@@ -173,7 +173,7 @@ class Project:
 
 
 def module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What `python -m` of one of this project's modules ends with."""
+    """Run `python -m` with one of this project's modules."""
     return subprocess.run(
         [sys.executable, "-m", name, *arguments],
         env=FROM_ANYWHERE, capture_output=True, text=True, timeout=300,

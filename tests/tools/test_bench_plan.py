@@ -1,4 +1,4 @@
-"""make bench-plan: how runs are held against what was published."""
+"""make bench-plan: how predictions are compared with what was published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What make bench-release counts."""
+"""What make bench-release counts, and what it does not."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_only_the_kernels_of_one_architecture_stay(tmp_path: Path) -> None:
         (b"ptx.", False),
         (b"longlong", False),
         (b"short", False),
-        # No code for the architecture: the smallest for another one stands in.
+        # No code for the architecture: the smallest for another one replaces it.
         (b"eighty", True),
     ):
         assert (text in binary) == stays, text

@@ -1,4 +1,4 @@
-"""A fix goes to both releases; what differs between them is told, and why."""
+"""A fix goes to both releases; what differs between them is listed, with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARED = SOURCES["vllm/plan.py"].replace("e = 1", "e = 2")
 
 @pytest.fixture
 def both(project: Project) -> Project:
-    """Two releases with a topic each has, and one that only the newest has."""
+    """Two releases: both have one topic, and only the newest has another."""
     project.ok("source")
     project.commit("[Core] Shared", vllm__plan_py=SHARED)
     project.ok("export")
@@ -49,7 +49,7 @@ def test_a_fix_is_carried_once(both: Project) -> None:
     assert "newer.patch: not in 1.2.2, it is new" in said
     assert subjects(both) == ["fixup! [Core] Shared", "[Core] Shared"]
     plan = (older(both) / "vllm/plan.py").read_text()
-    assert "f = 3" in plan and "c = 0" in plan  # and what is older stays
+    assert "f = 3" in plan and "c = 0" in plan  # and older lines stay
     assert "shared.patch: there already" in both.ok("carry", "--to", "1.2.2")
     assert len(subjects(both)) == 2
 

@@ -1,4 +1,4 @@
-"""What the whole series meets on another release, past the first conflict."""
+"""Conflicts of the whole series with another release, past the first one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_part_that_upstream_has_is_named(project: Project) -> None:
 
 
 def test_a_file_that_one_side_deleted(project: Project, tmp_path: Path) -> None:
-    """It is one conflict, and settled as the topic has it."""
+    """It is one conflict, resolved as in the topic."""
     project.ok("source")
     git = Project.git_of
     for name, content in {"ours": None, "theirs": "UNUSED = 2\n"}.items():

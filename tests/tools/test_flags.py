@@ -21,7 +21,7 @@ def test_the_page_lists_what_is_added() -> None:
 
 
 def test_what_is_read_is_in_vllm_or_pytorch() -> None:
-    """A flag that is misspelt, or gone, is no help."""
+    """No flag on the page is misspelt, or removed."""
     page = (ROOT / "docs/flags.md").read_text().partition("## Read")[2]
     flags = set(re.findall(r"`--([\w-]+)", page))
     source = NEWEST.tree / "vllm/engine/arg_utils.py"

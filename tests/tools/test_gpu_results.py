@@ -1,4 +1,4 @@
-"""What gpu/suite.py and calibrate.py say of figures, and the page made of them.
+"""How gpu/suite.py and calibrate.py judge figures, and the page made of them.
 
 The figures here are made up; those of GPUs are in results/ alone.
 """

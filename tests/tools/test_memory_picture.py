@@ -1,4 +1,4 @@
-"""A worker's memory report as a bar: what is drawn is what was reported."""
+"""A worker's memory report as a bar: the drawn sizes are the reported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An overlay that is killed, or fails at any step: all of it, or nothing."""
+"""An overlay that is killed or fails, at any step, is installed whole or not at all."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_full_disk_changes_nothing(official: Installed) -> None:
 
 @pytest.mark.parametrize("command", ["install", "revert"])
 def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -> None:
-    """The next command finds all done or nothing, never a part."""
+    """If killed, run it again: it rolls back, and never leaves a part."""
     environment = killer(tmp_path / "killer")
     released = official.tree()
     official.ok("install")
@@ -103,7 +103,7 @@ def test_killed_at_any_step(official: Installed, command: str, tmp_path: Path) -
         if code == 0:
             break
         assert code == -signal.SIGKILL, error
-        # The same command again or its opposite, whichever: back to the start.
+        # The same command, or its opposite, rolls back to the start.
         shown = official.run(*([command] if step % 2 else [opposite]))[1]
         interrupted += "was undone first" in shown
         if step % 2:
@@ -122,7 +122,7 @@ def test_reinstalled_after_a_kill(
     tmp_path: Path,
     command: str,
 ) -> None:
-    """The reinstalled files stay; if that left a mixture, what to do is said."""
+    """The reinstalled files stay; if files are mixed, the error says what to do."""
     (wheel,) = index[1].glob(f"*_{ARCH}.whl")
     other = tmp_path / "other" / wheel.name
     other.parent.mkdir()

@@ -1,21 +1,23 @@
-"""make plan: what is asked wrongly is one line, without an engine."""
+"""make plan: a mistake in a flag is a one-line error, without starting an engine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.foresee import Asked, Plan, Release, why
-from bench.plan import changes, number
-from scripts.commands import REPOSITORY
+from bench.foresee import Asked, Plan, Release, ranks, why
+from bench.plan import changes, foresee_with_changes, number, swept_values
+from scripts.commands import REPOSITORY, Problem
 from tests.tools.project import module
 
 GIB = 1 << 30
-
+LENGTH = "estimated maximum model length is"
 MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CASES = {
     "no model": (["--gpu", "h100"], "MODEL=config.json or its folder is needed"),
@@ -103,10 +105,92 @@ def test_weights_that_do_not_fit_are_halved_or_split(tmp_path: Path) -> None:
     assert tried(30, quantization_config={}) == [cards + "2"]
     assert tried(30, "-tp", "2") == [fp8, cards + "4"]
     assert tried(90) == []  # 8 cards do not split 12 heads
+    assert tried(60, num_key_value_heads=6) == []  # nor 4 cards 6 of them
+
+
+def test_weights_in_eight_bits_are_those_that_were_counted(tmp_path: Path) -> None:
+    """Embeddings stay as they are: half of all may fit where they do not."""
+    told = {"weights": 30 * GIB, "total": 24 * GIB, "requested": 20 * GIB}
+
+    def first(size: int) -> list[str]:
+        return next(
+            changes(plan(tmp_path, config=MODEL, weights_fp8=size * GIB, **told))
+        )
+
+    assert first(19) == ["--quantization", "fp8"]
+    assert first(20) == ["--tensor-parallel-size", "2"]
+
+
+def test_more_of_the_card_is_tried_where_it_holds_the_weights(tmp_path: Path) -> None:
+    told = {"weights": 15 * GIB, "total": 24 * GIB, "non_torch_before": GIB}
+
+    def first(requested: int, *flags: str) -> list[str]:
+        of = plan(tmp_path, *flags, config=MODEL, requested=requested * GIB, **told)
+        return next(changes(of))
+
+    utilization = ["--gpu-memory-utilization", "0.97"]
+    assert first(12, "--gpu-memory-utilization", "0.5") == utilization
+    limit = ["--gpu-memory-limit-bytes", str(int(24 * GIB * 0.97))]
+    assert first(11, "--gpu-memory-limit-bytes=12G") == limit
+    # The fraction is what bounds it.
+    both = ("--gpu-memory-limit-bytes", "20G", "--gpu-memory-utilization", "0.5")
+    assert first(12, *both) == utilization
+
+
+def test_more_cards_are_tried_until_their_number_fits(tmp_path: Path) -> None:
+    told = {"weights": 30 * GIB, "total": 24 * GIB, "requested": 20 * GIB}
+    config: dict[str, Any] = MODEL | {"quantization_config": {}}
+    of = plan(tmp_path, config=config, **told)
+    none = plan(tmp_path, config=config, weights=15 * GIB, requested=20 * GIB)
+    fits = plan(tmp_path, config=config, outcome="started")
+    tried = []
+    for change in changes(of):
+        tried.append(" ".join(change))
+        of.tried.append(fits if len(tried) == 2 else none)
+    assert tried == ["--tensor-parallel-size 2", "--tensor-parallel-size 4"]
+    short = replace(none, result=none.result | {"error": f"the {LENGTH} 8192."})
+    of.tried.clear()
+    words = []
+    for change in changes(of):
+        words.append(" ".join(change))
+        of.tried.append(short)
+    assert words[1:] == ["--tensor-parallel-size 2 --max-model-len 8192"]
+
+
+def test_weights_that_do_not_fit_are_said_before_anything_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"version": "0.33.0", "total": 24 * GIB, "non_torch_before": GIB}
+    told |= {"weights": 30 * GIB, "weights_fp8": 16 * GIB, "requested": 20 * GIB}
+    starts = []
+
+    def start(asked: Asked, folder: Path, label: str = "") -> Plan:
+        starts.append((label, capsys.readouterr().out))
+        outcome = "started" if "parallel" in label else "OutOfMemoryError"
+        of = told | {"outcome": outcome, "concurrency": 1.0}
+        return plan(tmp_path, config=MODEL, **of)
+
+    monkeypatch.setattr("bench.plan.foresee", start)
+    asked = plan(tmp_path, config=MODEL).asked
+    monkeypatch.setattr("bench.plan.asked", lambda args, folder: asked)
+    foresee_with_changes(argparse.Namespace(), tmp_path)
+    _, (first, said), (second, _) = starts
+    assert [first, second] == ["--quantization fp8", "--tensor-parallel-size 2"]
+    assert said.endswith(
+        "It does not fit: the weights of a card take 30.00 GiB, "
+        "more than the 20.00 GiB requested\n"
+        "At least needed: --quantization fp8, or --tensor-parallel-size 2.\n"
+    )
+
+
+def test_of_a_flag_that_is_given_twice_the_last_counts() -> None:
+    assert ranks(["-tp", "2", "--tensor-parallel-size=4"]) == 4
+    assert ranks(["--tensor_parallel_size", "2", "-pp", "3"]) == 6
+    assert ranks([]) == 1
 
 
 def test_a_limit_in_bytes_is_raised(tmp_path: Path) -> None:
-    """It bounds what a larger fraction would allow."""
+    """The limit bounds what a larger fraction would allow."""
 
     def first(limit: int) -> list[str]:
         of = plan(
@@ -120,14 +204,23 @@ def test_a_limit_in_bytes_is_raised(tmp_path: Path) -> None:
 
 
 def test_numbers_are_those_of_vllm_serve() -> None:
-    assert [number(n) for n in ("32k", "32K", "1m", "1M", "7")] == [
-        32000, 32768, 1000**2, 1 << 20, 7,
+    """test_plan.py of the engine asks vLLM's own function."""
+    assert [number(n) for n in ("32k", "32K", "1m", "1M", "7", "25.6k", "2G")] == [
+        32000, 32768, 1000**2, 1 << 20, 7, 25600, 2 << 30,
     ]  # fmt: skip
+    for wrong in "1.5K", "1.5", "k", "32 k", "-1", "":
+        with pytest.raises(Problem, match="is no number"):
+            number(wrong)
+
+
+def test_values_of_a_sweep_are_the_same_numbers() -> None:
+    assert swept_values("32k,32K,auto") == ["32000", "32768", "auto"]
+    assert swept_values("8K..20k") == ["8192", "16384", "20000"]
 
 
 def test_flags_survive_the_shell() -> None:
     """Quotes of either kind, as JSON has them."""
-    flags = """--hf-overrides '{"a": 1}' --x "it's" """
+    flags = """--hf-overrides '{"a": 1, "b": [2]}' --x "it's" """
     done = subprocess.run(
         ["make", "-s", "-o", ".venv/ready", "plan", f"FLAGS={flags}", "RUN=printf %s"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True,

@@ -104,10 +104,6 @@ Root cause: all is asked for.
 
 Trade-offs: none is known. Not run: on ROCm.
 
-**Builds on** these, which are to be merged before:
-
-- count-bytes: it uses `total`
-
 **Not a duplicate.** #1 (open) asks for less, not for half.
 
 **AI assistance** was used for this change.
@@ -201,6 +197,61 @@ def test_a_branch_and_its_description(topic: Project, clone: Clone) -> None:
     assert text == EXPECTED
 
 
+@pytest.fixture
+def stacked(topic: Project) -> Project:
+    """The topic needs another one."""
+    series = topic.root / "patches/topics.toml"
+    topic.commit("[Core] Name it\n\nA name.", vllm__gone_py="NAME = 1\n")
+    topic.commit(
+        "[Core] Ask for less\n\nBy its name.",
+        vllm__gone_py="NAME = 2\n",
+        vllm__less_py="from vllm.gone import NAME\n",
+    )
+    topic.ok("export")
+    series.write_text(
+        PROPOSAL + '[topic.ask-for-less]\nclaims = ["Less."]\nnot_duplicate = "No."\n'
+        'needs = { name-it = "uses `NAME`" }\n'
+    )
+    return topic
+
+
+def test_what_a_topic_needs_is_below_it(stacked: Project, clone: Clone) -> None:
+    """And nothing else, each commit signed off."""
+    stacked.ok(*arguments(clone.path, "--signoff", "--no-hooks", topic="ask-for-less"))
+    branch = "envelope/ask-for-less"
+    assert clone.git(
+        "log", "--format=%s|%ae|%(trailers:key=Signed-off-by)", f"main..{branch}"
+    ) == (
+        "[Core] Ask for less|some@one|Signed-off-by: Some One <some@one>\n\n"
+        "[Core] Name it|some@one|Signed-off-by: Some One <some@one>\n\n"
+    )
+    assert "total // 2" not in clone.git("show", f"{branch}:vllm/budget.py")
+    text = (stacked.root / "build/pr-ask-for-less.md").read_text()
+    assert "**A stack.** The last commit" in text
+    assert "\n- [Core] Name it: this uses `NAME`\n" in text
+
+
+def test_a_need_that_conflicts_and_one_that_the_base_has(
+    stacked: Project, clone: Clone
+) -> None:
+    (clone.path / "vllm/gone.py").write_text("UNUSED = 3\n")
+    clone.git("commit", "-q", "-a", "-m", "Other")
+    command = arguments(clone.path, "--no-hooks", topic="ask-for-less")
+    for _ in range(2):
+        error = stacked.fails(*command)
+        assert "name-it.patch conflicts in vllm/gone.py" in error
+    tree = stacked.root / "build/pr-ask-for-less"
+    (tree / "vllm/gone.py").write_text("NAME = 1\n")
+    for step in (["add", "-u"], ["am", "--continue"]):
+        subprocess.run(["git", "-C", tree, *step], check=True, env=stacked.environment)
+    stacked.ok(*command)
+    onto = ("--onto", "envelope/ask-for-less~", "--branch", "next", "--no-hooks")
+    stacked.ok(*arguments(clone.path, *onto, topic="ask-for-less"))
+    told = clone.git("log", "--format=%s", "envelope/ask-for-less~..next")
+    assert told == "[Core] Ask for less\n"
+    assert "A stack" not in (stacked.root / "build/pr-ask-for-less.md").read_text()
+
+
 def test_a_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
     topic.ok(*arguments(clone.path, "--signoff", "--branch", "mine"))
     assert clone.git("log", "-1", "--format=%an <%ae>%n%(trailers)", "mine") == (
@@ -255,7 +306,7 @@ def test_a_conflict_is_shown_resolved_and_gone_on_with(
 def test_a_clone_without_a_name_and_with_a_space(
     topic: Project, clone: Clone, tmp_path: Path
 ) -> None:
-    """A conflict says how to go on there, and can be gone on with."""
+    """A conflict says how to continue, and the command continues."""
     clone.path = clone.path.rename(tmp_path / "a clone")
     topic.environment |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -430,10 +481,8 @@ def test_our_first_topic_on_the_release_before(ours: Project, upstream: Path) ->
     )
     assert done.stderr.count("<<<<<<< ") == 2
     tree = ours.root / f"build/pr-{FIRST}"
-    for name, signature in (
-        (test, "def test_basic_cumem(monkeypatch):\n"),
-        (allocator, ""),
-    ):
+    mended_by = {test: "def test_basic_cumem(monkeypatch):\n", allocator: ""}
+    for name, signature in mended_by.items():
         marked = (tree / name).read_text()
         conflict = re.search(
             r"<<<<<<< .*?\n(.*)=======\n(.*)>>>>>>> .*?\n", marked, re.S
@@ -446,16 +495,6 @@ def test_our_first_topic_on_the_release_before(ours: Project, upstream: Path) ->
     subprocess.run([*git, "add", "-u"], check=True)
     subprocess.run([*git, "am", "--continue"], check=True, capture_output=True)
     subprocess.run(command, check=True, capture_output=True)
-    show = [
-        "git",
-        "-C",
-        str(upstream),
-        "diff",
-        "--stat",
-        "v0.32.0",
-        "before",
-        "--",
-        "csrc",
-    ]
+    show = shlex.split(f"git -C '{upstream}' diff --stat v0.32.0 before -- csrc")
     assert "cumem_allocator.cpp" in subprocess.check_output(show, text=True)
     assert not tree.exists()

@@ -1,4 +1,4 @@
-"""``vllm/`` and the patch files: one is made of the other, and nothing is lost."""
+"""``vllm/`` and the patch files: each is made from the other, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topics that are taken alone: what they need comes with them, and nothing else."""
+"""Topics built alone: what they need comes with them, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ beside = ["plan-e"]
 
 @pytest.fixture
 def topics(project: Project) -> Project:
-    """Four: one uses a name of the first, the last stands beside the third."""
+    """Four topics: one uses a name of the first, the last has lines next to the
+    third's."""
     project.ok("source")
     project.commit("[Core] Add spare", **ADDS)
     project.commit("[Core] Use spare", **USES)
@@ -147,7 +148,7 @@ def test_the_page_is_what_the_file_says() -> None:
 
 
 def test_each_thread_is_told_where_it_matters() -> None:
-    """None is listed in vain, none named that is not listed, each by one address."""
+    """Each listed thread is named, and each named one is listed, by one address."""
     told = tomllib.loads((ROOT / FILE).read_text())["topic"]
     named = set(re.findall(THREAD, str(told)))
     assert named == THREADS.keys()
@@ -155,7 +156,7 @@ def test_each_thread_is_told_where_it_matters() -> None:
 
 
 def test_readme_has_no_thread_that_the_file_lacks() -> None:
-    """And a row of a topic has no other issue than its own."""
+    """And the row of a topic has only its own issues."""
     known = {thread.url for thread in THREADS.values()}
     text = (ROOT / "README.md").read_text()
     assert links(text) <= known

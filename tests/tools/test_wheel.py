@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_no_wheel(patched: Project) -> None:
 
 
 def test_an_interrupted_build_can_be_run_again(patched: Project) -> None:
-    """Killed at whatever moment, the next run succeeds and leaves no rest."""
+    """If killed at any moment, run it again: it succeeds, and leaves nothing over."""
     for delay in (0.1, 0.4, 0.8):
         process = subprocess.Popen(
             patched.command("build_wheel", "--arch", "x86_64"),
