@@ -1,1 +1,1 @@
-"""What is measured and foreseen on the virtual device, official beside ours."""
+"""Measurements and predictions on the virtual device, official beside ours."""

@@ -1,9 +1,9 @@
-"""Start engines whose KV cache is extended after CUDA graphs are captured
-(--enable-extensible-kv-cache), beside ours that estimate them before, and beside the
-release: the KV cache, what is left of the request, and the processor time of a start,
-less that of Triton's autotuning, which lasts a set time.
-Prints a Markdown table; every start is a process on a virtual device
-(bench/scenarios), in the same run.
+"""Start engines in three ways: the release, ours with an estimate of CUDA graphs, and
+ours with a KV cache that is extended after they are captured
+(--enable-extensible-kv-cache). Compared are the KV cache, what is left of the request,
+and the processor time of a start without Triton's autotuning, which lasts a fixed time.
+Prints a Markdown table; every start is a process on a virtual device (bench/scenarios),
+in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def against(way: str, model: str, rows: list[dict[str, dict[str, Any]]]) -> str:
-    """What the extended have more, and take longer, where both start."""
+    """How much more KV cache the extended have, and how much longer they take."""
     every = [r for r in rows if all(r[w]["outcome"] == "started" for w in WAYS)]
     if not every:
         raise Problem(f"{model}: no row starts in all three ways.")

@@ -23,7 +23,7 @@ from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
 MIB = 1 << 20
-# How many bytes fewer of KV cache than the release's second start are allowed: those
+# The KV cache may be so many bytes smaller than in the release's second start: those
 # set aside for fragmentation.
 ALLOWED = 64 * MIB
 STARTS = ("cold", "warm")
@@ -121,7 +121,7 @@ def both(base: Base, start: Start, site: str) -> list[dict[str, Any]]:
 class Row:
     start: Start
     found: dict[str, list[dict[str, Any]]]
-    """By the vLLM: cold and warm; see scenarios/start.py."""
+    """For each vLLM the cold and the warm start; see scenarios/start.py."""
 
     @property
     def started(self) -> bool:

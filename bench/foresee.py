@@ -1,4 +1,4 @@
-"""An engine's start on a virtual card: what is asked, and what came of it."""
+"""The start of an engine on a virtual card: its case and its outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Release:
     root: Path
     version: str
     ours: Path | None
-    """The folder that lies before the official one; None: official."""
+    """The folder that is put before the official one on the path; None: official."""
 
     @classmethod
     def find(cls, root: Path, version: str, ours: bool) -> Release:
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def weights_fit(self) -> bool:
-        """False: they alone are more than what is requested."""
+        """False: the weights alone are more than what is requested."""
         weights = self.result.get("weights") or 0
         return self.fits or weights <= self.result.get("requested", weights)
 
@@ -118,7 +118,7 @@ class Plan:
         )
 
     def report(self) -> dict[str, Any]:
-        """In the form that memory_picture.py draws."""
+        """As memory_picture.py draws it."""
         result = self.result
         return dict(result.get("report") or {}) | {
             "device": self.asked.card,
@@ -132,7 +132,7 @@ class Plan:
         }
 
     def set_aside(self) -> dict[str, int]:
-        """Ours tells more of it than the release."""
+        """Ours has more of these rows than the release."""
         told = (self.result.get("report") or self.result).get("set_aside", {})
         return {name: size or 0 for name, size in told.items()}
 
@@ -212,9 +212,12 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
 
 
 def ranks(flags: Sequence[str]) -> int:
-    """The number of cards that an engine takes."""
-    size = r"(?:--(?:tensor|pipeline)[-_]parallel[-_]size|-tp|-pp)[ =](\d+)"
-    return math.prod(map(int, re.findall(size, " ".join(flags))))
+    """The number of cards that an engine takes. Of a flag that is given twice, the
+    last counts."""
+    given = " ".join(flags).replace("_", "-")
+    sizes = (r"(?:--tensor-parallel-size|-tp)", r"(?:--pipeline-parallel-size|-pp)")
+    found = (re.findall(rf"{size}[ =](\d+)", given) for size in sizes)
+    return math.prod(int(each[-1]) for each in found if each)
 
 
 def toml(value: object) -> str:

@@ -1,5 +1,5 @@
-"""Draw a worker's memory report (VLLM_STARTUP_MEMORY_REPORT) as SVG: one bar, the
-memory of the device from end to end.
+"""Draw a worker's memory report (VLLM_STARTUP_MEMORY_REPORT) as SVG: one bar for the
+memory of the device.
 """
 
 from __future__ import annotations

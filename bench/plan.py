@@ -28,9 +28,16 @@ from scripts.commands import Problem, command, write_whole
 from vgpu import config as vgpu_config
 
 # As `vllm serve` reads them in its own flags.
-NUMBERS = {"": 1, "k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
+NUMBERS = {
+    "": 1,
+    **{"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4},
+    **{"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40},
+}
+# Of a card, what may be requested; the rest is for the driver.
+MOST_REQUESTED = 0.97
 # Of a request, weights may take at most this; the rest is for what serving needs.
 MOST_WEIGHTS = 0.95
+LONGEST = re.compile(r"maximum model length is (\d+)")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +86,9 @@ def foresee_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
     print(table(plan), flush=True)
     if plan.fits:
         return plan
+    if not plan.weights_fit and (least := list(changes(plan))):
+        needed = ", or ".join(" ".join(change) for change in least)
+        print(f"At least needed: {needed}.", flush=True)
     for change in changes(plan):
         words = " ".join(change)
         changed = replace(plan.asked, flags=(*plan.asked.flags, *change))
@@ -90,7 +100,8 @@ def foresee_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
         plan.tried.append(tried)
         print(f"- {words}: {tried.in_short()}", flush=True)
     if not any(tried.fits for tried in plan.tried):
-        print("None of these helps: a larger GPU, or a smaller model.")
+        none = "None of these" if plan.tried else "No change of flags"
+        print(f"{none} helps: a larger GPU, or a smaller model.")
     return plan
 
 
@@ -246,14 +257,16 @@ def model_folder(given: str, folder: Path) -> str:
 
 
 def number(text: str) -> int:
-    """8k is 8000 and 8K is 8192.
+    """As `vllm serve` reads it: 8k is 8000, 8K is 8192, 25.6k is 25600.
 
     Raises:
         Problem: it is no number.
     """
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    match = re.fullmatch(r"(\d+)([kKmMgGtT]?)|(\d+\.\d+)([kmgt])", text.strip())
     if not match:
-        raise Problem(f"--sweep: {text!r} is no number (as 8K or 8192).")
+        raise Problem(f"{text!r} is no number (as 8K or 8192).")
+    if match[3]:
+        return int(float(match[3]) * NUMBERS[match[4]])
     return int(match[1]) * NUMBERS[match[2]]
 
 
@@ -274,22 +287,33 @@ def swept(sweep: str, base: Asked) -> Iterator[tuple[str, Asked]]:
         for each in sorted(chosen, key=memory_of):
             yield each, replace(base, gpu=each)
         return
-    if ".." in values:
-        first, last = (number(end) for end in values.split("..", 1))
-        if not 0 < first <= last:
-            raise Problem(f"--sweep {sweep}: {first} to {last} is empty.")
-        texts = []
-        while first < last:
-            texts.append(str(first))
-            first *= 2
-        texts.append(str(last))
-    else:
-        texts = [
-            str(number(v)) if re.fullmatch(r"\d+[kKmM]", v) else v
-            for v in values.split(",")
-        ]
+    try:
+        texts = swept_values(values)
+    except Problem as problem:
+        raise Problem(f"--sweep {sweep}: {problem}") from problem
     for text in texts:
         yield text, replace(base, flags=(*base.flags, f"--{name}", text))
+
+
+def swept_values(values: str) -> list[str]:
+    """Of "A..B", A doubled up to B, and B; of "A,B" each.
+
+    Raises:
+        Problem: an end is no number, or there is nothing between them.
+    """
+    if ".." not in values:
+        return [
+            str(number(v)) if re.fullmatch(r"[\d.]+[kKmMgGtT]", v) else v
+            for v in values.split(",")
+        ]
+    first, last = (number(end) for end in values.split("..", 1))
+    if not 0 < first <= last:
+        raise Problem(f"{first} to {last} is empty.")
+    texts = []
+    while first < last:
+        texts.append(str(first))
+        first *= 2
+    return [*texts, str(last)]
 
 
 def memory_of(gpu: str) -> int:
@@ -297,22 +321,16 @@ def memory_of(gpu: str) -> int:
 
 
 def changes(plan: Plan) -> Iterator[list[str]]:
-    """Flags that may make it fit, the cheapest first."""
+    """Flags that may make it fit, the cheapest first. What came of each is in
+    `plan.tried` when the next is asked for."""
     given = " ".join(plan.asked.flags).replace("_", "-")
     if not plan.weights_fit:
-        yield from smaller_weights(plan, given)
+        yield from room_for_weights(plan, given)
         return
-    error = plan.result["error"]
-    if found := re.search(r"maximum model length is (\d+)", error):
+    if found := LONGEST.search(plan.result["error"]):
         yield ["--max-model-len", found[1]]
-    explicit = re.search(r"gpu-memory-utilization[ =]([\d.]+)", given)
-    if "gpu-memory-limit-bytes" in given:
-        total, requested = (plan.result.get(k, 0) for k in ("total", "requested"))
-        held = plan.result.get("non_torch_before", 0)
-        if requested + held < (most := int(total * 0.97)):
-            yield ["--gpu-memory-limit-bytes", str(most)]
-    elif explicit is None or float(explicit[1]) < 0.97:
-        yield ["--gpu-memory-utilization", "0.97"]
+    if more := larger_request(plan, given):
+        yield more
     if plan.result.get("max_num_seqs", 0) > 64 and "max-num-batched" not in given:
         yield ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
     if "enforce-eager" not in given:
@@ -323,21 +341,59 @@ def changes(plan: Plan) -> Iterator[list[str]]:
         yield ["--quantization", "fp8"]
 
 
-def smaller_weights(plan: Plan, given: str) -> Iterator[list[str]]:
-    """Weights in 8 bits, and as few more cards as hold them, if those would fit."""
-    weights, room = plan.result["weights"], plan.result["requested"] * MOST_WEIGHTS
+def larger_request(plan: Plan, given: str) -> list[str] | None:
+    """More of the card, by the flag that bounds what is requested; None: all that
+    may be is."""
+    result = plan.result
+    held, requested = (result.get(k, 0) for k in ("non_torch_before", "requested"))
+    limits = re.findall(r"gpu-memory-limit-bytes[ =](\S+)", given)
+    # Of flags that are given twice, the last counts.
+    if limits and requested + held >= (limit := number(limits[-1])):
+        most = int(result.get("total", 0) * MOST_REQUESTED)
+        return ["--gpu-memory-limit-bytes", str(most)] if limit < most else None
+    shares = re.findall(r"gpu-memory-utilization[ =]([\d.]+)", given)
+    if shares and float(shares[-1]) >= MOST_REQUESTED:
+        return None
+    return ["--gpu-memory-utilization", str(MOST_REQUESTED)]
+
+
+def room_for_weights(plan: Plan, given: str) -> Iterator[list[str]]:
+    """More of the card, weights in 8 bits, or as few more cards as do, if the weights
+    would fit."""
+    weights, total = plan.result["weights"], plan.result["total"]
+    more = larger_request(plan, given)
+    if more and weights <= total * MOST_REQUESTED * MOST_WEIGHTS:
+        yield more
+    room = plan.result["requested"] * MOST_WEIGHTS
     halves = "quantization" not in given and not quantized(plan.asked.model)
-    if halves and weights / 2 <= room:
+    if halves and plan.result.get("weights_fp8", weights / 2) <= room:
         yield ["--quantization", "fp8"]
+    for cards in numbers_of_cards(plan, given):
+        change = ["--tensor-parallel-size", str(cards)]
+        yield change
+        if not plan.tried or plan.tried[-1].fits:
+            return
+        if found := LONGEST.search(plan.tried[-1].result["error"]):
+            yield [*change, "--max-model-len", found[1]]
+            return
+
+
+def numbers_of_cards(plan: Plan, given: str) -> Iterator[int]:
+    """Those that split the model so that its weights fit, the smallest first."""
     if "pipeline-parallel" in given or "-pp" in given:
         return
-    now, config = ranks(plan.asked.flags), config_of(plan.asked.model)
+    config = config_of(plan.asked.model)
     config = config.get("text_config", config)
+    now = ranks(plan.asked.flags)
     for cards in 2, 4, 8, 16:
-        splits = config.get("num_attention_heads", cards) % cards == 0
-        if cards > now and splits and weights * now / cards <= room:
-            yield ["--tensor-parallel-size", str(cards)]
-            return
+        heads = config.get("num_attention_heads", cards)
+        kv_heads = config.get("num_key_value_heads") or heads
+        splits = heads % cards == 0 and (kv_heads % cards == 0 or cards % kv_heads == 0)
+        fits = plan.result["weights"] * now <= (
+            cards * plan.result["requested"] * MOST_WEIGHTS
+        )
+        if cards > now and splits and fits:
+            yield cards
 
 
 def quantized(model: str) -> bool:

@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import re
 import sys
 import tempfile
@@ -42,6 +43,8 @@ VARIABLES = {
 
 
 TOLD = "PLAN_TOLD"
+# Modules of FlashInfer.
+SILENT = "sampling", "topk", "trtllm_comm", "trtllm_mnnvl_comm"
 
 
 def main() -> None:
@@ -91,6 +94,7 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
 def change_worker(result: dict[str, Any]) -> None:
     watch(result, Path(os.environ[TOLD]))
     sample_without_kernels()
+    broadcast_objects_without_kernels()
     with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
         index_chunks_on_host()
 
@@ -101,7 +105,7 @@ def parse(flags: list[str]) -> Any:
     Raises:
         ValueError: it refuses them.
     """
-    # It has moved about.
+    # Its module differs between releases.
     for place in "common", "launchers", "openai":
         with contextlib.suppress(ModuleNotFoundError):
             cli = importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
@@ -140,7 +144,7 @@ def watch(result: dict[str, Any], told: Path) -> None:
                 done = method(worker, *args, **options)
             except Exception as error:
                 if name == "load_model":
-                    result["weights"] = weights_of(worker.vllm_config, error)
+                    result.update(weights_of(worker.vllm_config, error))
                 if worker.parallel_config.world_size > 1:
                     told.write_text(json.dumps(result))
                 raise
@@ -169,6 +173,7 @@ def watch(result: dict[str, Any], told: Path) -> None:
 
     def loaded(worker: Any, _: Any) -> None:
         result["weights"] = int(worker.model_runner.model_memory_usage)
+        result["weights_fp8"] = in_eight_bits(worker.get_model())
         result["attention"] = backends(worker)
 
     profiles: list[Any] = []
@@ -223,12 +228,17 @@ def watch(result: dict[str, Any], told: Path) -> None:
             yield profile
 
     gpu_worker.memory_profiling = measured
+    with contextlib.suppress(ImportError):  # ours has a module for it
+        from vllm.v1.worker import explicit_kv_cache
+
+        explicit_kv_cache.memory_profiling = measured
     for runner in runners():
         record_capture(runner, result)
 
 
-def weights_of(config: Any, error: BaseException) -> int | None:
-    """What the parameters of a model take that did not fit; None: nobody knows."""
+def weights_of(config: Any, error: BaseException) -> dict[str, int]:
+    """What the parameters of a model take that did not fit, as they are and in 8 bits;
+    empty: nobody knows."""
     import torch
 
     traceback.clear_frames(error.__traceback__)  # they hold what was loaded
@@ -245,8 +255,32 @@ def weights_of(config: Any, error: BaseException) -> int | None:
                 model = initialize_model(vllm_config=config)
         finally:
             torch.set_default_dtype(dtype)
-        return sum(int(parameter.nbytes) for parameter in model.parameters())
-    return None
+        return {
+            "weights": sum(int(parameter.nbytes) for parameter in model.parameters()),
+            "weights_fp8": in_eight_bits(model),
+        }
+    return {}
+
+
+def in_eight_bits(model: Any) -> int:
+    """Bytes that its parameters take with --quantization fp8, which leaves embeddings,
+    the head and what is no matrix as they are."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding,
+    )
+
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)  # the head is one, too
+        for parameter in module.parameters()
+    }
+    return sum(
+        int(parameter.nbytes)
+        if parameter.dim() < 2 or id(parameter) in kept
+        else int(parameter.numel())
+        for parameter in model.parameters()
+    )
 
 
 def account(first: Any, result: dict[str, Any]) -> dict[str, Any]:
@@ -331,19 +365,60 @@ def backends(worker: Any) -> list[str]:
 
 
 def sample_without_kernels() -> None:
-    """FlashInfer would compile its sampler, in minutes, for kernels that do nothing
-    here. Its tensors are allocated by its Python, which runs as it is."""
+    """FlashInfer would compile its sampler, and its all-reduce of several ranks, in
+    minutes, for kernels that do nothing here. Its memory is allocated by its Python,
+    which runs as it is."""
     with contextlib.suppress(ImportError):
         from flashinfer.jit.core import JitSpec
 
         load = JitSpec.build_and_load
 
         def build_and_load(spec: Any, *args: Any, **options: Any) -> Any:
-            if spec.name in ("sampling", "topk"):
+            if spec.name in SILENT:
                 return Silent()
             return load(spec, *args, **options)
 
         JitSpec.build_and_load = build_and_load
+    # The bindings of CUDA have a runtime linked into them, which does not start here.
+    # FlashInfer sets the device by it, before it allocates what ranks share.
+    for name in "cuda.bindings.runtime", "cuda.cudart":
+        with contextlib.suppress(ImportError):
+            set_device_by_torch(importlib.import_module(name))
+
+
+def set_device_by_torch(bindings: Any) -> None:
+    import torch
+
+    def set_device(ordinal: int) -> tuple[Any]:
+        torch.cuda.set_device(ordinal)
+        return (bindings.cudaError_t.cudaSuccess,)
+
+    bindings.cudaSetDevice = set_device
+
+
+def broadcast_objects_without_kernels() -> None:
+    """Over NCCL, PyTorch sums the sizes of the objects on the device, which computes
+    nothing. Send them in a tensor of one size."""
+    import torch
+    from torch import distributed as dist
+
+    room = 1 << 20
+    broadcast = dist.broadcast_object_list
+
+    def broadcast_object_list(
+        objects: list[Any], src: Any = None, group: Any = None, **options: Any
+    ) -> None:
+        if dist.get_backend(group) != "nccl":
+            broadcast(objects, src, group, **options)
+            return
+        told = pickle.dumps(objects)
+        sent = torch.frombuffer(bytearray(told.ljust(room, b"\0")), dtype=torch.uint8)
+        tensor = sent.cuda()
+        options.pop("device", None)
+        dist.broadcast(tensor, src, group, **options)
+        objects[:] = pickle.loads(tensor.cpu().numpy().tobytes())
+
+    dist.broadcast_object_list = broadcast_object_list
 
 
 class Silent:

@@ -1,4 +1,4 @@
-"""What make plan answers, as text."""
+"""The output of make plan, as text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Replay the runs on real cards that others have published (results/real-cards) on
-the virtual device, each with its release of vLLM, and write how far what is foreseen is
+the virtual device, each with its release of vLLM, and write how far the predictions are
 from what they logged: docs/plan-against-real-cards.md.
 
 A run whose release has no environment here is replayed with the nearest that has one,
-and marked. --results keeps what each start told; it is taken from there again unless
---again is given.
+and marked. --results keeps the result of each start, and reads it again unless --again
+is given.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Row:
         return str(self.run["vllm_version"])
 
     def error(self, quantity: Quantity) -> float | None:
-        """Foreseen less published."""
+        """Predicted less published."""
         published = self.run.get(quantity.published)
         foreseen = quantity.foreseen(self.result)
         if published is None or foreseen is None:
@@ -154,7 +154,7 @@ def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
 
 
 def digest(start: Asked) -> str:
-    """The same for what starts alike."""
+    """The same for runs that start alike."""
     parts = [
         start.release.version,
         profile_of(start.gpu),
@@ -224,7 +224,7 @@ def asked(run: dict[str, Any], root: Path, release: Release, folder: Path) -> As
     model.mkdir()
     config = json.loads((root / DATA / run["config_file"]).read_text())
     merge(config, run.get("config_added", {}))
-    # What is not in the config was asked for.
+    # Asked for, as the config lacks it.
     quantization = run.get("quantization", "None")
     if quantization != "None" and "quantization_config" not in config:
         flags += ["--quantization", quantization]
@@ -248,17 +248,17 @@ def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
 
 
 INTRODUCTION = """\
-# What is foreseen, against real cards
+# Predictions against real cards
 
-Others have published what vLLM logged of its memory on real cards: 33 runs, with
-their sources, in `results/real-cards/runs.toml`. `make bench-plan` replays them: vLLM's
-own engine of that release starts, with dummy weights, on the virtual device with that
-card's profile. The second figure of each cell is theirs, the first is foreseen; nothing
-of ours has run on a card.
+Others have published what vLLM logged of its memory on real cards:
+`results/real-cards/runs.toml` has 33 runs and their sources. `make bench-plan` replays
+them: vLLM's own engine of the same release starts, with dummy weights, on the virtual
+device with the profile of that card. In each cell, the first figure is predicted, the
+second published. Nothing of ours has run on a card.
 
-For comparison: llm-d-planner, the best public planner that we know (formulas with a
-constant for each architecture), is off by 7.8 % on average and 62 % at worst in KV
-cache memory on runs of this kind, and by 213 % in activations
+For comparison: llm-d-planner is the best public planner that we know (formulas with a
+constant for each architecture). On runs of this kind it is off by 7.8 % on average and
+62 % at worst in KV cache memory, and by 213 % in activations
 (llm-d-incubation/llm-d-planner #205, which most of these runs come from).
 """
 
@@ -274,7 +274,7 @@ def page(rows: Sequence[Row], notes: str = "") -> str:
         "",
         "## Each run",
         "",
-        "Foreseen / published, in GiB and tokens.",
+        "Predicted / published, in GiB and tokens.",
         "",
         f"| run | release | {' | '.join(names)} |",
         "| --- " * 2 + "| ---: " * len(names) + "|",

@@ -1,10 +1,10 @@
-"""Start engines as people do, unpatched beside patched: ours starts wherever the
-release starts within its request, with the KV cache that it has there.
+"""Start engines of many kinds, unpatched beside patched. The goal: wherever the release
+starts within its request, ours starts too, with a KV cache of the same size.
 
 Prints a Markdown table. Every start is a process on a virtual device, forked from one
 that has imported vLLM (bench/scenarios). They find warm caches of compiled
-kernels and models: the first start of each kind is thrown away. Each serves the largest
-batches in the end, while another process has all that was not requested.
+kernels and models: the first start of each kind is thrown away. In the end each serves
+the largest batches, while another process holds all that was not requested.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 ENVIRONMENT = {EXPANDABLE: SEGMENTS, BOTH: SEGMENTS}
-# How many bytes fewer of KV cache are allowed: those set aside for fragmentation.
+# The KV cache may be so many bytes smaller: those set aside for fragmentation.
 ALLOWED = 64 * MIB
 
 
@@ -199,7 +199,7 @@ class Row:
         return float(peak) / requested(self.start.percent)
 
     def lives(self, site: str) -> bool:
-        """Whether it serves the largest batches in what was requested."""
+        """Whether it serves the largest batches within what was requested."""
         return bool(self.of(site).get("served") == "lives")
 
     def within(self, site: str) -> bool:
@@ -227,7 +227,7 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
     def to_change(self) -> str:
-        """What keeps the KV cache that the release has above its request."""
+        """The change of flags with which ours has the KV cache of the release."""
         if not self.started("envelope"):
             return f"refused: {self.envelope.get('error', '')[:300]}"
         more = math.ceil(1000 * self.fewer / MEMORY) / 1000
@@ -241,7 +241,7 @@ class Row:
 def summary(rows: list[Row]) -> Iterator[str]:
     """Rows of a model and runner, in one.
 
-    What is left is what ours has never taken of its request, full batches included.
+    "left" is what ours never took of its request, full batches included.
     """
     one = "| start | exceed their request | fail a full batch "
     told = "| less KV cache, MiB | left, MiB |"

@@ -1,6 +1,5 @@
-"""What holds below a library of yours that slices a GPU, as HAMi-core does: it is
-preloaded, and programs, allocators of PyTorch and engines take what they can get of a
-virtual device.
+"""Test a library that slices a GPU, as HAMi-core does: it is preloaded, and programs,
+PyTorch's allocators and engines take as much of a virtual device as they can get.
 
 Prints what each source says, and a row a program: what the process held at most, and
 whether that stayed within the slice and was refused as memory is (CUDA's error 2).
@@ -99,10 +98,10 @@ def below(
     scenario: str,
     case: dict[str, Any],
 ) -> dict[str, Any]:
-    """What the scenario says, or how it ended without a word, as its "ended"."""
+    """The result of the scenario; "ended" says how it ended if it printed none."""
     python, ours = environment_of(base)
     if scenario == "start":
-        # FlashInfer is not there, and what is asked for is what the slice has.
+        # Without FlashInfer; the request is all that the slice has.
         llm = {"gpu_memory_utilization": 0.6} | case.get("llm", {})
         case = {"generate": 2} | case | {"llm": llm}
     paths = [*([ours] if site == "envelope" else []), base.root]
@@ -132,7 +131,7 @@ def below(
 
 
 def slice_of(library: Path, size: int, folder: Path) -> dict[str, str]:
-    """How libraries are told of a slice: HAMi-core, and tests/vgpu/device/slice.c."""
+    """Variables that tell HAMi-core and tests/vgpu/device/slice.c of a slice."""
     return {
         "CUDA_DEVICE_MEMORY_LIMIT": f"{size // MIB}m",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(folder / "cache"),
@@ -144,7 +143,7 @@ def slice_of(library: Path, size: int, folder: Path) -> dict[str, str]:
 
 
 def judged(result: dict[str, Any], size: int, case: dict[str, Any]) -> tuple[int, str]:
-    """What was held at most, and what became of the slice."""
+    """What was held at most, and whether the slice held."""
     if "ended" in result:
         return 0, str(result["ended"])
     if "outcome" in result:

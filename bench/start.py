@@ -1,5 +1,5 @@
-"""Start engines at many utilizations, unpatched beside patched: what each start took
-of what it requested, and what it thought CUDA graphs would take.
+"""Start engines at many utilizations, unpatched beside patched: the peak of each start
+by what it requested, and its estimate of CUDA graphs.
 
 Prints a Markdown table; --picture writes the same as SVG. Every start is a process on
 a virtual device, forked from one that has imported vLLM (bench/scenarios).
@@ -26,7 +26,7 @@ MIB = 1 << 20
 MEMORY = 2560 * MIB
 DEVICE = {"memory": MEMORY, "graph": 700 << 10}
 RUNNERS = ["V1", "V2"]
-# Allowed between the estimate of graphs and what they take: the larger of the two.
+# The estimate of graphs may be wrong by so much: the larger of the two counts.
 TOLERANCE, TOLERANCE_PART = 32 * MIB, 0.05
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": "dense"},
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def grid_options(parser: argparse.ArgumentParser) -> None:
-    """What is started: see grid()."""
+    """Options for what is started: see grid()."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
     parser.add_argument("--first", type=int, default=10, help="utilization, percent")
@@ -136,7 +136,7 @@ def grid(
 
 
 def requested(percent: int) -> int:
-    """Bytes, whatever the engine makes of it."""
+    """Bytes, by the utilization alone."""
     return math.ceil(MEMORY * percent / 100)
 
 

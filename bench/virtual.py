@@ -15,12 +15,13 @@ from scripts.commands import REPOSITORY, Problem
 from scripts.release import Base
 
 SITES = ("official", "envelope")
-# What kernels would have computed, where vLLM reads it back.
+# Values that kernels would have computed, where vLLM reads them back.
 HOOKS = REPOSITORY / "bench/scenarios/hooks.toml"
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:
-    """The interpreter that has the official vLLM, and ours, to lie before it.
+    """The interpreter that has the official vLLM, and the folder of ours to put before
+    it.
 
     Raises:
         Problem: they have not been made.
@@ -57,7 +58,7 @@ def results(
     build = base.root / "build"
     inherited = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     with (
-        # Others may run at once: what a killed one left stays.
+        # Others may run at the same time, so leftovers of killed runs stay.
         TemporaryDirectory(
             prefix=".caches.", dir=build, ignore_cleanup_errors=True
         ) as folder,

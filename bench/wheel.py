@@ -1,4 +1,4 @@
-"""How long 'make wheel' takes with the downloads cached, and what it needs."""
+"""Measure the time and memory of 'make wheel' with cached downloads."""
 
 from __future__ import annotations
 

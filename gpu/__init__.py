@@ -1,1 +1,1 @@
-"""What runs on a real card: the suite, the calibration, the page of their results."""
+"""Run on a real card: the suite, the calibration, and the page of their results."""

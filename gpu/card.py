@@ -1,6 +1,6 @@
 """The GPU that CUDA calls 0, as its driver and NVML tell it; all sizes in bytes.
 
-Needs the standard library alone, and touches no GPU when imported.
+Needs only the standard library, and touches no GPU when imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CardError(RuntimeError):
 
 
 def _library(name: str) -> ctypes.CDLL:
-    # Where NVIDIA's container runtime puts it, if the loader was not told.
+    # Where NVIDIA's container runtime puts it, if the loader does not find it.
     for path in (name, f"/usr/local/nvidia/lib64/{name}"):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(path)
@@ -164,7 +164,7 @@ class Card:
 
 
 def share(is_mig: bool) -> str:
-    """What cuts a slice off the GPU: "HAMi", "MIG", "MPS", or "" for nothing."""
+    """What slices the GPU: "HAMi", "MIG", "MPS", or "" for nothing."""
     kinds = []
     if any(key.startswith("CUDA_DEVICE_MEMORY_LIMIT") for key in os.environ) or (
         "libvgpu.so" in Path("/proc/self/maps").read_text()
@@ -179,7 +179,7 @@ def share(is_mig: bool) -> str:
 
 
 class Meter:
-    """What this process holds, if nobody else but its co-tenant moves memory."""
+    """What this process holds, if only its co-tenant moves memory, too."""
 
     def __init__(self) -> None:
         self._card = Card()
@@ -189,7 +189,7 @@ class Meter:
         self._co_tenant: CoTenant | None = None
 
     def watch(self) -> None:
-        """From here on know the peak: ask NVML, which has none, every millisecond."""
+        """Watch the peak from here on: NVML has none, so ask it every millisecond."""
         threading.Thread(target=self._sample, daemon=True).start()
 
     def _sample(self) -> None:

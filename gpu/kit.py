@@ -1,6 +1,6 @@
 """An unpatched and a patched vLLM side by side, and scenarios run with either.
 
-Needs the standard library alone: a GPU machine may have little more than torch.
+Needs only the standard library: a GPU machine may have little more than torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# On a GPU no virtual device counts; nor where one stands in for a GPU.
+# NVML is asked for memory, even where a virtual device stands in for the GPU.
 METERED = {"ENVELOPE_METER": "NVML"}
 
 
@@ -51,7 +51,7 @@ class Kit:
 
     `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
     configures the virtual device that scenarios run on, instead of the GPU. Each has
-    its own `caches`: both start without any.
+    its own `caches`: both start with empty ones.
     """
 
     python: str
@@ -183,7 +183,8 @@ class Kit:
 
 
 class Conversation:
-    """A scenario's process: orders go in, lines that begin with RESULT come out."""
+    """A scenario's process: takes orders, and answers with lines that begin with
+    RESULT."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class Conversation:
         return found
 
     def wait(self, limit: float) -> str:
-        """The end of what it wrote, once it has ended or the time is up."""
+        """The end of its output, once it has ended or the time is up."""
         with contextlib.suppress(queue.Empty):
             self._lines.get(timeout=max(limit, 0))
         return self._end_of_log()

@@ -1,4 +1,4 @@
-"""What the driver takes of a GPU beside what a program asks for, in bytes.
+"""Measure what the driver takes of a GPU beside what a program asks for, in bytes.
 
     python -m gpu.probe driver | nccl
 
@@ -97,7 +97,7 @@ def load(driver: Driver, image: bytes, name: str) -> None:
     for _ in range(COPIES):
         module, function = c_void_p(), c_void_p()
         driver.call("cuModuleLoadData", byref(module), image)
-        # A module that is loaded lazily is not there before.
+        # Modules are loaded lazily: this one is not there before.
         driver.call("cuModuleGetFunction", byref(function), module, name.encode())
 
 

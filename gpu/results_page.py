@@ -1,4 +1,4 @@
-"""Write docs/gpu.md from results/*.json; --check only says whether it is that."""
+"""Write docs/gpu.md from results/*.json; --check only says whether it is up to date."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     make gpu                                    # this checkout, on this machine
     python3 -m gpu.suite --bundle FILE.tar.xz   # elsewhere: see docs/on-a-gpu.md
 
-Writes what it found, what was wanted, and on what machine, as
-results/GPU-DATE-VLLM.json; ends with 1 if something did not hold. Any card with 16
-GiB will do. Below vgpu it runs too, as a test of itself: what kernels would have
-computed is then not judged, and nothing is written unless --out says where.
+Writes results, requirements and the machine to results/GPU-DATE-VLLM.json; ends with 1
+if a requirement was not met. Any card with 16 GiB will do. It also runs on the virtual
+device, to test itself: results that kernels compute are then not judged, and nothing is
+written without --out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Check = tuple[str, Any, bool]  # what is wanted, what was found, whether it hold
 
 @dataclass(frozen=True)
 class Machine:
-    """What cases depend on: bytes, and what cuts a slice off the GPU, if anything."""
+    """What cases depend on: bytes, and what slices the GPU, if anything."""
 
     total: int
     free: int
@@ -277,7 +277,7 @@ def own_tests(
 ) -> dict[str, Result]:
     end = time.monotonic() + 2 * limit
     results = {}
-    # That some fail is known soon; that all pass takes all.
+    # Without the patches some fail soon; with them all have to run.
     for vllm, options in (("unpatched", ["--maxfail=4"]), ("patched", [])):
         (folder / vllm).mkdir()
         left = end - time.monotonic()
@@ -454,7 +454,7 @@ def main(args: argparse.Namespace) -> None:
                 entry = run_case(case, kit, machine, limit)
             content["cases"][case.name] = entry
             content["seconds"] = round(time.monotonic() - began, 1)
-            write(target, content)  # what is known so far, should the machine go
+            write(target, content)  # the results so far, in case the machine is lost
             report(case.name, entry)
     print(f"{content['seconds']} s: {target}")
     sys.exit(any(not holds(entry) for entry in content["cases"].values()))

@@ -1,5 +1,5 @@
-"""One story of an engine or an allocator a file, run as `python -m` in a process.
+"""Scenarios: programs with an engine or an allocator, one per file, run by `python -m`.
 
-Benches, tests and the suite for GPUs share them. A scenario takes its case as JSON, and
-prints what it found as a line of JSON after "RESULT ".
+Benches, tests and the GPU suite share them. A scenario takes its case as JSON, and
+prints its result as a line of JSON after "RESULT ".
 """

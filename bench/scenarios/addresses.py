@@ -1,5 +1,5 @@
-"""Two threads, each with a device of its own, allocate and free as PyTorch makes the
-sleep-mode allocator do it; PyTorch's mutexes are one a device."""
+"""Two threads, each with its own device, call the sleep-mode allocator as PyTorch does.
+PyTorch has one mutex per device, so both can be in the allocator at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of what may happen to the sleep-mode allocator, chosen by hypothesis.
+"""Sequences of operations of the sleep-mode allocator, chosen by hypothesis.
 
 After every step the driver, the allocator's records and PyTorch agree to the byte.
 """
@@ -134,7 +134,7 @@ class Allocator(RuleBasedStateMachine):
         control.clear_injections()
 
     def lose(self, tags: list[str]) -> None:
-        """What is awake and not offloaded is lost."""
+        """Forget the contents of what is awake and not offloaded."""
         self.tensors = [
             (tensor, tag, None if tag in tags and self.is_awake(tensor) else number)
             for tensor, tag, number in self.tensors

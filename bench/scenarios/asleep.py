@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 MIB = 2**20
-# Not cuMemUnmap: what a free cannot unmap is lost.
+# Not cuMemUnmap: memory that a free cannot unmap is lost.
 SLEEP_CALLS = ("cuMemcpyDtoH", "cudaHostRegister", "cuCtxGetCurrent")
 WAKE_CALLS = ("cuMemcpyHtoD", "cuMemCreate", "cuMemMap", "cuMemSetAccess")
 
@@ -37,7 +37,7 @@ def main() -> None:
     # Shared with the trainer: what it may free at any time.
     mine: list[tuple[torch.Tensor, int]] = []
     lock = threading.Lock()
-    quiet = threading.Lock()  # held while a graph is captured: CUDA wants it
+    quiet = threading.Lock()  # held while a graph is captured, as CUDA requires
     done = threading.Event()
     names = "slept woken refused freed trained captured replayed lost"
     count = dict.fromkeys(names.split(), 0)
@@ -132,7 +132,7 @@ def main() -> None:
             fail(WAKE_CALLS)
             woken = attempt(allocator.wake_up)
             clear()
-            # Not everything fits beside a trainer at once: the next call works.
+            # It may not fit beside the trainer at this moment: the next call works.
             while not woken:
                 woken = attempt(allocator.wake_up)
             count["woken"] += 1

@@ -3,8 +3,8 @@
 The argument is a JSON object; DEFAULTS lists its keys. Prints a RESULT line: what was
 found wrong, and how often each outcome was seen. The workers are light: they sleep,
 reply with so many bytes, fail, die, and meet in a barrier where a step would meet in a
-collective. An executor serves program after program until one ends it; what is late for
-a call of one program comes while the next one runs.
+collective. An executor serves program after program until one ends it. A late
+reply to a call of one program arrives while the next one runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "named": [],  # of NAMED; they run instead
     "seconds": 0,  # after which no further program begins, if given
-    # What the release can do: nothing ends an executor, and after an error in one there
-    # is another.
+    # Only what the release can do: nothing ends an executor, and after an error the
+    # next program gets another one.
     "release": False,
 }
 MIB = 2**20
 PATIENCE = 90  # seconds after which a program hangs
-ENDS = 30  # in which an executor with a dead worker has ended
+ENDS = 30  # within which an executor with a dead worker has to end
 
 Call = dict[str, Any]  # method, output, timeout, ahead, and what each of "ranks" does
 
@@ -72,6 +72,11 @@ NAMED: dict[str, list[Call]] = {
     "a step that all fail before a slow call": [
         call(2, "sample_tokens", ahead=True, does={0: FAILS_LATER, 1: FAILS_LATER}),
         call(2, does={0: SLOW}),
+        call(2),
+    ],
+    "a step that fails and is timed out before a slow call": [
+        call(2, "sample_tokens", ahead=True, timeout=0.2, does={0: FAILS_LATER}),
+        call(2, does={1: SLOW}),
         call(2),
     ],
     "a step that one fails": [call(2, "sample_tokens", does={1: FAILS}), call(2)],
@@ -177,7 +182,7 @@ def patience() -> Iterator[None]:
 
 
 def outcome(result: Any) -> list[Any]:
-    """What a call came to: "replies", "failed", "ended" or "late", and the details."""
+    """The outcome of a call ("replies", "failed", "ended" or "late"), and details."""
     try:
         replied = result()
     except TimeoutError:
@@ -200,7 +205,7 @@ def outcome(result: Any) -> list[Any]:
 
 
 def run(calls: Any, program: list[Call], first: int) -> list[list[Any]]:
-    """What each call came to; they are numbered from `first`."""
+    """The outcome of each call; calls are numbered from `first`."""
     outcomes: list[list[Any]] = []
     ahead: list[Any] = []
 
@@ -238,8 +243,8 @@ def run(calls: Any, program: list[Call], first: int) -> list[list[Any]]:
 
 
 def expected(one: Call, number: int, ranks: int) -> tuple[list[list[Any]], list[int]]:
-    """What a call of an executor that has not ended may come to, and the ranks for
-    whose failure, or death, it may end then."""
+    """The allowed outcomes of a call of an executor that has not ended, and the ranks
+    for whose failure, or death, it may end then."""
     goes = [does["goes"] for does in one["ranks"]]
     asked = list(range(ranks)) if one["output"] is None else [one["output"]]
     may: list[list[Any]] = [["late"]] if one["timeout"] is not None else []
@@ -265,7 +270,7 @@ def judge(
 ) -> tuple[list[str], bool]:
     """What is wrong, and whether the executor has to end."""
     wrong = []
-    # For which it may have ended; a death ends what is in flight before it, too.
+    # It may have ended for these; a death also ends calls in flight before it.
     ends = [
         rank
         for one in program
@@ -285,7 +290,7 @@ def judge(
 
 
 def check_ended(calls: Any) -> list[str]:
-    """It says so, for good, and nothing is left of its workers."""
+    """Each later call says that it ended, and nothing is left of its workers."""
     processes = [worker.proc for worker in calls.workers]
     deadline = time.monotonic() + ENDS
     while time.monotonic() < deadline:
@@ -323,7 +328,7 @@ def main() -> None:
             with patience():
                 outcomes = run(calls, program, first)
                 failed = [came[0] != "replies" for came in outcomes]
-                if release and any(failed):  # what comes after it is shifted
+                if release and any(failed):  # later replies are shifted by it
                     outcomes = outcomes[: failed.index(True) + 1]
                 judged = program[: len(outcomes)]
                 wrong, ends = judge(judged, outcomes, first, ranks)

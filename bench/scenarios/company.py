@@ -5,7 +5,8 @@ and "memory", bytes of the device that a program may take. A program mixes steps
 (in the sleep-mode pool, too), sleep and wake-up, and a caller's tensors; every third
 has a thread that allocates and frees beside. A line a program says how it ended: it
 "lives", an action was "out of memory", or it was "harmed", which ends the scenario:
-PyTorch counts memory that the device has not, contents changed, or another call failed.
+PyTorch counts memory that the device does not have, contents changed, or another call
+failed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def allocate(mib: int, fill: int | None = None) -> torch.Tensor:
 
 
 def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer of a Llama 8B allocates, freed as it is freed; what lives on."""
+    """Allocate and free as a layer of a Llama 8B does; returns what lives on."""
 
     def features(number: int) -> torch.Tensor:
         return torch.empty(tokens * number, dtype=torch.bfloat16, device=DEVICE)
@@ -70,10 +71,14 @@ class Process:
         self.rng, self.memory = rng, memory
         # A worker that has started, as far as its allocations go.
         self.worker: Any = Worker.__new__(Worker)
-        self.worker.device, self.worker.serving_memory_limit = DEVICE, None
-        self.step_memory = getattr(
-            self.worker, "_serving_memory", contextlib.nullcontext
-        )
+        self.worker.device = DEVICE
+        self.step_memory: Any = contextlib.nullcontext
+        with contextlib.suppress(ImportError):  # the release has no such module
+            from vllm.v1.worker.serving_memory import ServingMemory
+
+            serving = ServingMemory(self.worker)
+            serving.steps_are_expandable = True
+            self.step_memory = serving.step
         self.pool = CuMemAllocator.get_instance()
         self.held: list[tuple[torch.Tensor, int]] = []
         self.weights: list[tuple[torch.Tensor, int]] = []
@@ -88,7 +93,7 @@ class Process:
             del kept
 
     def load(self) -> None:
-        """Transients, of which little stays."""
+        """Load: many transients, few tensors that stay."""
         with self.worker._scoped_allocator_max_split(max_split_size_mb=20):
             for _ in range(self.rng.randrange(1, 6)):
                 transient = allocate(self.rng.choice((30, 60, 200)))
@@ -96,7 +101,7 @@ class Process:
                 del transient
 
     def load_asleep(self) -> None:
-        """What sleeps lies in a pool of its own."""
+        """Load in the sleep-mode pool."""
         if self.asleep or self.weights:
             return
         own = {"own_pool": True} if has_own_pool(self.worker) else {}
@@ -151,8 +156,8 @@ def has_own_pool(worker: Any) -> bool:
     """The release has no such argument."""
     import inspect
 
-    scope = inspect.signature(worker._scoped_allocator_max_split)
-    return "own_pool" in scope.parameters
+    scope = worker._scoped_allocator_max_split
+    return "own_pool" in inspect.signature(scope, follow_wrapped=False).parameters
 
 
 @contextlib.contextmanager
@@ -218,7 +223,7 @@ def main() -> None:
         harm = False
         try:
             outcome = program(seed, asked["memory"])
-        except Exception as error:  # whatever it is, no program may raise it
+        except Exception as error:  # no program may raise anything
             outcome, harm = f"harmed: {type(error).__name__}: {str(error)[:100]}", True
         print("RESULT " + json.dumps({"seed": seed, "outcome": outcome}), flush=True)
         if harm:

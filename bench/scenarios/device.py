@@ -1,14 +1,14 @@
 """Bytes of the device: counted by the virtual one, asked of NVML on a GPU.
 
-Import it before CUDA is initialized: on a GPU, what is used then is not this process's,
-and the peak is that of this process alone.
+Import it before CUDA is initialized: on a GPU, memory that is used at that time is not
+this process's, and the peak counts only what comes later.
 """
 
 from __future__ import annotations
 
 import os
 
-# The suite for GPUs asks NVML where a virtual device stands in for one, too.
+# The GPU suite asks NVML even where a virtual device stands in for a GPU.
 VIRTUAL = "VGPU_RUN" in os.environ and os.environ.get("ENVELOPE_METER") != "NVML"
 if VIRTUAL:
     from vgpu import control
@@ -27,7 +27,7 @@ def process_used() -> int:
 
 
 def watch_peak() -> None:
-    """From here on; the virtual device always does."""
+    """Start to watch the peak; the virtual device always does."""
     if not VIRTUAL:
         _meter.watch()
 
@@ -38,6 +38,12 @@ def peak() -> int:
 
 def process_peak() -> int:
     return control.process_peak() if VIRTUAL else _meter.peak()
+
+
+def least_available() -> int | None:
+    """The least that could still be taken, of unified memory by the host too; a GPU
+    does not tell."""
+    return control.least_available() if VIRTUAL else None
 
 
 def reset_peak() -> None:
@@ -61,7 +67,7 @@ def other_process(size: int) -> None:
 
 
 def leave(size: int) -> None:
-    """Let another process take all that is free but `size`."""
+    """Let another process take all free memory except `size` bytes."""
     if VIRTUAL:
         control.other_process(max(0, control.memory() - control.used() - size))
     else:

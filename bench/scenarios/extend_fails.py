@@ -28,7 +28,7 @@ def main() -> None:
     failures = []
     nothing = used()
     cache = ExtensibleKVCache(
-        KVCacheConfig(blocks, [tensor], []), torch.device("cuda", 0)
+        KVCacheConfig(blocks, [tensor], []), torch.device("cuda", 0), sleeps=True
     )
     cache.extend(8)
     for call in CALLS:

@@ -1,4 +1,4 @@
-"""Requests as people send them, and the engines that get them."""
+"""Loads of requests, and the engines that serve them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that arrive at random; ranges and choices are drawn from evenly."""
+    """Requests that arrive at random, drawn evenly from the ranges and choices."""
 
     requests: int
     prompts: tuple[tuple[int, int], ...]  # tokens
@@ -20,7 +20,7 @@ class Load:
 
 SHORT, MEDIUM, LONG = (8, 256), (256, 2048), (2048, 7800)
 LOADS = {
-    # Short prompts are as many as medium and long ones together.
+    # As many short prompts as medium and long ones together.
     "mixed": Load(
         40, (SHORT, SHORT, MEDIUM, LONG), (1, 8, 32, 64), (0, 0, 1, 1, 2, 4, 16)
     ),

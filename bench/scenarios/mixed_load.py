@@ -1,9 +1,9 @@
 """Serve loads with exactly the memory that was requested, and say which die.
 
 The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a device
-with room to spare; another process then takes all but what was requested, or as much
-more or less as leaves a buffer other than the one that the KV cache left out. If it is
-"alone", nobody takes anything.
+with memory to spare. Another process then takes all that was not requested; with
+"buffers", it leaves more or less, by the difference to the engine's own buffer. If it
+is "alone", nobody takes anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 2**20
 DEFAULTS: dict[str, Any] = {
     "model": "llama-8b",
     "load": "mixed",  # of LOADS
-    "steps": 0,  # at least so many: requests keep coming
+    "steps": 0,  # at least so many steps: requests keep coming
     "v2": False,
     "graphs": False,
     "compile": False,
@@ -52,7 +52,7 @@ CALLS = {
     "set access": "cuMemSetAccess",
     "unmap": "cuMemUnmap",
     "release": "cuMemRelease",
-    "synchronize": "cu*DeviceSynchronize",
+    "synchronize": "cuda[DS]*Synchronize",  # of the runtime: device or stream
 }
 
 
@@ -101,7 +101,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     held = snapshot.total_memory - snapshot.free_memory
     budget = held + int(worker.requested_memory)
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
-    set_aside = getattr(worker, "fragmentation_buffer", 0)  # none: the official release
+    set_aside = start.set_aside(worker) or 0
     kind = LOADS[case["load"]]
     runs = []
     for seed in case["seeds"]:
@@ -114,6 +114,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 control.other_process(control.memory() - limit)
             run = load(engine, kind, random.Random(seed), loras, limit, case["steps"])
             run["process_peak"] = control.process_peak()
+            run["process_held"] = control.process_used()
             runs.append({"seed": seed, "buffer": size} | run)
             control.other_process(-control.other())
             if run["outcome"] == "served":
@@ -137,8 +138,7 @@ def load(
 ) -> dict[str, Any]:
     """Serve requests in `limit` bytes.
 
-    "asked" has, for each step that asked the device for memory, the tokens that were
-    computed and how often each of CALLS was made.
+    "each_step" has the tokens that a step computed and how often it made each of CALLS.
     """
     import torch
 
@@ -146,7 +146,7 @@ def load(
 
     last = calls()
     steps = arrived = 0
-    asked: list[list[int]] = []
+    each_step: list[list[int]] = []
     computed = count_computed(engine)
     result: dict[str, Any] = {"outcome": "served"}
     try:
@@ -157,7 +157,7 @@ def load(
             if steps >= least_steps:
                 come = min(come, max(0, kind.requests - arrived))
             elif engine.get_num_unfinished_requests() >= kind.requests:
-                come = 0  # enough wait
+                come = 0  # enough requests wait
             for _ in range(come):
                 request(engine, kind, rng, str(arrived), loras)
                 arrived += 1
@@ -165,21 +165,20 @@ def load(
             engine.step()
             steps += 1
             now = calls()
-            step = [n - b for n, b in zip(now, last, strict=True)]
-            if any(step[:-1]):
-                asked.append([sum(computed), *step])
+            made = [n - before for n, before in zip(now, last, strict=True)]
+            each_step.append([sum(computed), *made])
             last = now
     except torch.OutOfMemoryError as error:
         stats = torch.cuda.memory_stats()
         tried, unit = str(error).split("allocate ")[1].split()[:2]
         wanted = float(tried) * {"KiB": 2**10, "MiB": MIB, "GiB": 2**30}[unit[:3]]
         outside = control.process_used() - stats["reserved_bytes.all.current"]
-        # What would still be there if all that is not allocated were in one piece.
+        # What would be left if all that is not allocated were in one piece.
         spare = limit - outside - stats["allocated_bytes.all.current"] - int(wanted)
         result = {"outcome": "OOM", "error": str(error)[:200], "spare": spare}
         requests = list(engine.output_processor.request_states)
         engine.abort_request(requests, internal=True)
-    return result | {"steps": steps, "asked": asked}
+    return result | {"steps": steps, "each_step": each_step}
 
 
 def calls() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     },
-    # The encoder of an image of 2048 tokens takes more than the language model's batch.
+    # Encoding an image of 2048 tokens takes more than a batch of the language model.
     "vision": COMMON
     | {
         "architectures": ["Qwen2VLForConditionalGeneration"],
@@ -133,7 +134,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
-        # vLLM wants one layer of experts in this architecture.
+        # vLLM requires a layer of experts in this architecture.
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 256,
@@ -144,7 +145,45 @@ MODELS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
     },
 }
-# Of a size that keeps a GPU busy, and leaves room for two on one of 16 GiB.
+# Its text model is that of "hybrid", all dense.
+MODELS["vision hybrid"] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {
+        key: value
+        for key, value in MODELS["hybrid"].items()
+        if not re.search("experts|architectures|moe|mlp_only|partial|sparse", key)
+    }
+    | {
+        "model_type": "qwen3_5_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_interleaved": True,
+            "mrope_section": [6, 5, 5],
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_5",
+        "depth": 2,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 512,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+        "deepstack_visual_indexes": [],
+    },
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "image_token_id": 5,
+    "video_token_id": 6,
+}
+# Large enough to keep a GPU busy; two of them fit on one with 16 GiB.
 LARGE: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -160,7 +199,7 @@ MODELS["large moe"] = (
 )
 
 MODELS["llama-8b draft"] = MODELS["llama-8b"] | {"num_hidden_layers": 1}
-# As published, whole.
+# The whole models, as published.
 MODELS["Qwen3-8B"] = COMMON | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -224,17 +263,26 @@ def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    if "vision_config" in MODELS[name]:
-        write_processor(folder)
+    if vision := MODELS[name].get("vision_config"):
+        write_processor(folder, vision["patch_size"])
     return str(folder)
 
 
-def write_processor(folder: Path) -> None:
-    """Write what turns images and a few words into tokens, without a hub."""
+def write_processor(folder: Path, patch_size: int) -> None:
+    """Write what turns images and a few words into tokens, without a hub: Qwen2-VL's,
+    or Qwen3-VL's with its patches of 16 pixels.
+    """
+    newer = patch_size == 16
+    kind = "Qwen3VL" if newer else "Qwen2VL"
     words = ["<unk>", "<s>", "</s>", "<|vision_start|>", "<|vision_end|>"]
     words += ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
-    sizes = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 2048}
-    patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    least, most = (size * (2 * patch_size) ** 2 for size in (4, 2048))
+    sizes = (
+        {"size": {"shortest_edge": least, "longest_edge": most}}
+        if newer
+        else {"min_pixels": least, "max_pixels": most}
+    )
+    patches = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2}
     special = [
         {
             "id": token,
@@ -260,19 +308,19 @@ def write_processor(folder: Path) -> None:
     files: dict[str, dict[str, Any]] = {
         "preprocessor_config.json": {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2VLProcessor",
+            "processor_class": f"{kind}Processor",
         }
         | sizes
         | patches,
         "video_preprocessor_config.json": {
-            "video_processor_type": "Qwen2VLVideoProcessor"
+            "video_processor_type": f"{kind}VideoProcessor"
         }
         | sizes
         | patches,
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "processor_class": "Qwen2VLProcessor",
+            "processor_class": f"{kind}Processor",
             "unk_token": words[0],
             "bos_token": words[1],
             "eos_token": words[2],

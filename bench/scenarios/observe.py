@@ -1,4 +1,4 @@
-"""What is noted, and what is made to happen, as a worker of the engine starts."""
+"""Record figures, and make things happen, while a worker of the engine starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = (
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
-    """What CUDA graphs were thought to take, and what they keep, in bytes."""
+    """The estimate of CUDA graphs, and what they keep, in bytes."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
@@ -69,11 +69,12 @@ def record_suggestions(result: dict[str, Any]) -> None:
             result["suggested"] = [int(size) for size in sizes]
         return True
 
-    logging.getLogger("vllm.v1.worker.gpu_worker").addFilter(read)
+    for module in ("gpu_worker", "startup_memory"):  # the release, ours
+        logging.getLogger(f"vllm.v1.worker.{module}").addFilter(read)
 
 
 def record_reported(result: dict[str, Any]) -> None:
-    """What the device lent the process when its worker reported where it went."""
+    """What the device lent the process at the time of the worker's memory report."""
     from vllm.v1.worker.memory_report import StartupMemoryReport
 
     from vgpu import control
@@ -104,8 +105,8 @@ def time_phases(seconds: dict[str, float]) -> None:
 
 
 def time_benchmarks() -> list[float]:
-    """Processor time of Triton's autotuning, as it goes on: it repeats each kernel for
-    a set time, so how much it takes says nothing."""
+    """Processor time of Triton's autotuning, while it runs. Each kernel is repeated for
+    a fixed time, so this part of a start's time is left out."""
     from triton.runtime.autotuner import Autotuner
 
     seconds = [0.0]
@@ -123,6 +124,7 @@ def time_benchmarks() -> list[float]:
 
 def move_as(phase: str, size: Any) -> None:
     from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
@@ -135,6 +137,7 @@ def move_as(phase: str, size: Any) -> None:
         "load": [(Worker, "load_model")],
         "profile": [(Worker, "determine_available_memory")],
         "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
+        "first_batch": [(V1, "run_first_batch"), (cudagraph_utils, "run_first_batch")],
         "kv_cache": [(Worker, "initialize_from_config")],
         "capture": [(Worker, "_get_cudagraph_capture_context")],
         "extend": [(Worker, "extend_kv_cache")],

@@ -1,4 +1,4 @@
-"""What vLLM reads back of a kernel, or starts a process for, while an engine starts."""
+"""Replace what vLLM reads back from a kernel, or starts a process for, in a start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def index_chunks_on_host() -> None:
-    """A kernel would compute what sizes these host lists: lengths of sequences.
+    """Compute lengths of sequences on the host: lists have sizes that a kernel
+    computes.
 
     Raises:
         ModuleNotFoundError: the release has no gated delta nets.
@@ -31,7 +32,7 @@ def index_chunks_on_host() -> None:
 
 
 def inspect_models_here() -> None:
-    """Not in a process that imports all of vLLM again to do it."""
+    """Inspect models in this process, not in one that imports all of vLLM again."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()

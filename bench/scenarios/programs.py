@@ -43,7 +43,7 @@ class Program:
 
 
 def stranding() -> Program:
-    """A sweep strands more in partly used segments than it returns."""
+    """A program where a sweep strands more in partly used segments than it returns."""
     program = Program(1270 * MIB)
     for i in range(64):
         program.steps += [(f"kept {i}", 2 * MIB), (f"freed {i}", 8 * MIB)]
@@ -57,7 +57,7 @@ def stranding() -> Program:
 
 
 def limited() -> Program:
-    """PyTorch's limit binds, and a co-tenant has released what the device then has."""
+    """A program where PyTorch's limit binds, as a co-tenant has released memory."""
     program = Program(2048 * MIB, limit=2048 * MIB, released=2048 * MIB)
     program.steps += [("kept", 400 * MIB)]
     program.steps += [(f"piece {i}", 16 * MIB) for i in range(60)]

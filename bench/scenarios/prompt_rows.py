@@ -1,4 +1,4 @@
-"""What prompt logprobs take of the device beside what the sampler was profiled with.
+"""The memory that prompt logprobs take, beside what the sampler was profiled with.
 
 The argument is a case of start.py. Prints a RESULT line with bytes: the peaks of the
 profiled sampler, and of the logprobs of a prompt as long as a batch.
@@ -50,7 +50,7 @@ def peaks(llm: Any, runner: Any) -> dict[str, int]:
 
 
 def peak(compute: Callable[[], object]) -> int:
-    """Bytes that are allocated at most, beside what is there, the second time."""
+    """The most bytes that a second call allocates, beside what is there before."""
     import torch
 
     compute()

@@ -1,7 +1,7 @@
-"""What is changed in each worker of ranks.py, and what it says of itself.
+"""Changes to each worker of ranks.py, and what a worker says of itself.
 
-It is the workers' extension, which each imports before it makes its Worker: however
-the process was started.
+This is the workers' extension: each imports it before it makes its Worker, however the
+process was started.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rank:
             "requested": int(self.requested_memory),
             "before": self.held_before,
             "used": control.process_used(at),
-            "pooled": pooled,  # by sleep mode; what is unmapped meanwhile, too
+            "pooled": pooled,  # by sleep mode, including what is unmapped
             "peak": control.process_peak(at),
             "kernels": control.kernels(),
             "model": int(self.model_runner.model_memory_usage),
@@ -56,8 +56,8 @@ class Rank:
 
 
 def note_what_is_held() -> None:
-    """What a rank holds before its share of the device is decided: what the context
-    and communicators take."""
+    """Record what a rank holds before its share of the device is decided: its context
+    and communicators."""
     init_device = Worker.init_device
 
     def noting(worker: Worker) -> None:

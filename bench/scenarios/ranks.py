@@ -31,12 +31,12 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # level
     "generate": 0,  # tokens
     "report": False,  # each worker's memory report is wanted
-    "data_parallel": 1,  # engines, that share the experts
+    "data_parallel": 1,  # number of engines that share the experts
     "held": [],  # what another process holds of each device before the start
     # What goes wrong, as a phase (see rank.PHASES) begins at a rank:
     # "memory" (another process takes all that is free), "raise" or "kill".
     "fails": {},  # {"rank", "phase", "how"}
-    "patience": 120,  # seconds after which what has not ended "hangs"
+    "patience": 120,  # seconds after which a start that has not ended "hangs"
     "executor": "mp",
     "method": "fork",  # how workers are started
     "engine_process": False,  # the engine core is a process, as when serving
@@ -47,6 +47,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Seconds; Ray's own agents, which look for their parent now and then, need some.
+LEAVING = {"mp": 0.2, "ray": 5.0}
 RAY = Path(__file__).resolve().parents[2] / "build/ray"
 
 
@@ -80,7 +82,7 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             result = {"outcome": "hangs" if status is None else "died"}
         ended = time.monotonic()
-        result["left"] = left(child)
+        result["left"] = left(child, LEAVING[case["executor"]])
         result["left_shared"] = left_shared(child)
         if (failed := folder.joinpath("failed")).exists():
             result["failed_after"] = ended - float(failed.read_text())
@@ -106,7 +108,7 @@ def wait(child: int, seconds: float) -> int | None:
 def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -> None:
     result: dict[str, Any] = {"outcome": "started"}
     status = 1
-    # So that what is left of it can be told from that of others.
+    # So that its leftovers can be told from those of others.
     prefix = shared_memory_of(os.getpid())
     os.environ["RANKS_SHARED_MEMORY"] = prefix
     setattr(shared_memory, "_SHM_NAME_PREFIX", prefix)  # noqa: B010
@@ -202,7 +204,7 @@ def use_ray(folder: Path) -> None:
 def serve(
     arguments: dict[str, Any], dies: int | None, result: dict[str, Any], folder: Path
 ) -> None:
-    """What is told of a rank that dies: "health" and "request"."""
+    """What health checks and a request are told of a rank that dies."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -233,9 +235,9 @@ def serve(
     asyncio.run(main())
 
 
-def left(session: int) -> list[str]:
-    """Command lines of the processes of a session that is over, once those that are
-    about to end have; they are killed."""
+def left(session: int, seconds: float) -> list[str]:
+    """Kill what is left of a session that is over; returns the command lines. Processes
+    that are about to end get these seconds to do so."""
 
     def alive() -> dict[int, str]:
         found = {}
@@ -251,8 +253,9 @@ def left(session: int) -> list[str]:
                 continue
         return found
 
-    time.sleep(0.2)
-    remaining = alive()
+    deadline = time.monotonic() + seconds
+    while (remaining := alive()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for process in remaining:
         os.kill(process, signal.SIGKILL)
     return list(remaining.values())
@@ -263,7 +266,7 @@ def shared_memory_of(process: int) -> str:
 
 
 def left_shared(process: int) -> list[str]:
-    """Names of shared memory of an engine that is over; it is removed."""
+    """Remove shared memory of an engine that is over; returns the names."""
     prefix = shared_memory_of(process).strip("/")
     files = sorted(Path("/dev/shm").glob(f"{prefix}*"))
     for file in files:
@@ -272,7 +275,7 @@ def left_shared(process: int) -> list[str]:
 
 
 def release_all() -> None:
-    """What other processes hold of each device."""
+    """Release what other processes hold of each device."""
     from vgpu import control
 
     for device in range(control.devices()):

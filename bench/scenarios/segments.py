@@ -1,7 +1,8 @@
-"""What PyTorch takes back of a pool in use when an allocation does not fit.
+"""What PyTorch reclaims of a pool in use when an allocation does not fit.
 
-On 3000 MiB, 1000 alive: tensors of the sizes of ROWS, in MiB, are freed, and 400 MiB
-more than is free are asked for, in a MemPool that is held and in use_memory_pool().
+The device has 3000 MiB, of which 1000 stay allocated. Tensors of the sizes in ROWS
+(MiB) are freed. Then an allocation asks for 400 MiB more than is free: in a MemPool
+with references, and in use_memory_pool().
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
         del pool
 
     def idle_after_failing(sizes: list[int]) -> int:
-        """In MiB; 0 if it is served."""
+        """Idle MiB after the request failed; 0 if it was served."""
         kept = empty(1000 * MIB)
         freed = [empty(size * MIB) for size in sizes]
         freed.clear()

@@ -1,4 +1,4 @@
-"""What a process below a library that slices a GPU can have, in one JSON line.
+"""How much a process can allocate below a library that slices a GPU, in one JSON line.
 
 The argument is a JSON object: "how" is one of WAYS, "neighbour" the bytes that another
 process of the slice takes first, "late" those that one takes once this one has all.
@@ -27,7 +27,7 @@ ALLOCATORS = {
 
 
 class Refused(Exception):
-    """What the program was told when it could have no more."""
+    """What the program was told when it could allocate no more."""
 
 
 def malloc(cuda: ctypes.CDLL) -> Any:

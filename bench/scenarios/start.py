@@ -30,9 +30,9 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
-    "serve": False,  # the largest batches, in no more than what was requested
+    "serve": False,  # serve the largest batches within what was requested
     "held": 0,  # what another process holds before the start
-    "neighbour": 0,  # what another process of the run (of the container) holds
+    "neighbour": 0,  # what another process of the run (or container) holds
     "free": 0,  # what another process leaves, if given
     "moved": "",  # what another process takes or releases as a phase begins
     "moved_at": "profile",  # the phase
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "flashinfer_tactic": {},
     "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
     "workspace": 0,  # what the first batch makes attention's metadata builder hold
-    "folder": "",  # where the model is written, which compile caches are keyed by
+    "folder": "",  # where the model is written: a key of compile caches
     "environment": {},  # variables; they are read as torch and vLLM are imported
     "llm": {},  # further arguments of LLM
 }
@@ -62,7 +62,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
 }
-HELD: list[Any] = []  # tensors and a process that live as long as this one
+HELD: list[Any] = []  # tensors and a process that live as long as this process
 
 
 def main() -> None:
@@ -84,6 +84,7 @@ def main() -> None:
             result["error"] = str(error)[:2000]
         if report.exists():
             result["report"] = json.loads(report.read_text())
+    result["least_available"] = device.least_available()
     result["processor_seconds"] = time.process_time() - benchmarked[0]
     result["peak"] = device.peak()
     peak = result.pop("start_peak", device.process_peak())
@@ -91,13 +92,13 @@ def main() -> None:
     if asked.keys() & {"moved", "held", "serve"} and device.VIRTUAL:
         from vgpu import control
 
-        control.other_process(-control.other())  # or the next start has less
+        control.other_process(-control.other())  # or the next start has less memory
     print("RESULT " + json.dumps(result), flush=True)
 
 
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
-    """Start what the case asks for; `result` has what the process held "before" the
-    engine, which is not in its "process_peak"."""
+    """Start what the case asks for. `result` has what the process held "before" the
+    engine; "process_peak" does not include it."""
     first = beside(asked, result)
     try:
         llm = engine(asked, result)
@@ -128,7 +129,7 @@ def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     result["beside"] = copy.deepcopy(told)  # the next start writes there, too
     import torch
 
-    # Addresses come again, so what is freed has to be recorded.
+    # Addresses are used again, so frees have to be recorded.
     torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 20)
     return llm, blocks()
 
@@ -146,7 +147,7 @@ def blocks() -> dict[int, int]:
 
 
 def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
-    """Sizes of what was allocated then and has been freed since."""
+    """Sizes of those blocks that have been freed since."""
     import torch
 
     _, then = first
@@ -156,7 +157,7 @@ def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
 
 
 def configure(v2: bool) -> None:
-    """What an engine is told by the environment, before vLLM is imported."""
+    """Set the engine's environment variables, before vLLM is imported."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
@@ -209,7 +210,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     observe.record_graphs(result, case["profiles"])
     if device.VIRTUAL:
         inspect_models_here()
-    if "linear_num_value_heads" in models.MODELS[case["model"]]:
+    model = models.MODELS[case["model"]]
+    if "linear_num_value_heads" in model.get("text_config", model):
         index_chunks_on_host()
     if case["llm"].get("enable_lora"):
         count_unique_on_host()
@@ -309,12 +311,18 @@ def memory(worker: Any) -> dict[str, int]:
         return model
     estimate = int(worker.cudagraph_memory_estimate)
     # The official release counts the estimate in.
-    counted = 0 if hasattr(worker, "fragmentation_buffer") else estimate
+    counted = estimate if set_aside(worker) is None else 0
     return model | {
         "peak_activation": int(worker.peak_activation_memory - counted),
         "graphs_estimated": estimate,
         "kv_cache": int(worker.available_kv_cache_memory_bytes),
     }
+
+
+def set_aside(worker: Any) -> int | None:
+    """For fragmentation, in bytes; None: by the official release, which does not."""
+    told = getattr(worker, "startup_memory", worker)  # 0.26.0 has none
+    return getattr(told, "fragmentation_buffer", None)
 
 
 def generate(llm: Any, tokens: int) -> list[int]:

@@ -1,9 +1,9 @@
 """Serve prompts while an allocation fails in one layer of one forward pass.
 
 The argument is a JSON object; DEFAULTS lists its keys. Prints a RESULT line with what
-each pass was given and did, for each generation without a failure and with one: at each
-layer of the prefill and of a decode, in both passes of a step, in the logits, and of an
-error that is none of memory.
+each pass was given and did, for a generation without a failure and for each with one:
+at each layer of the prefill and of a decode, in both passes of a step, in the logits,
+and with an error other than out of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "thread": False,  # another thread of the process allocates and frees
     "allocator": "",  # PYTORCH_ALLOC_CONF
-    "limit": False,  # PyTorch's limit is what fails, not the device
+    "limit": False,  # PyTorch's limit fails the allocation, not the device
     "experts": False,  # allocations fail in routed experts, not in attention
     "llm": {},  # further arguments of LLM
 }
@@ -126,7 +126,7 @@ def company(wanted: bool) -> Iterator[None]:
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             while not done.is_set():
-                with suppress(torch.OutOfMemoryError):  # It may be the one that fails.
+                with suppress(torch.OutOfMemoryError):  # It may fail here instead.
                     kept = [torch.empty(MIB << i, device="cuda") for i in range(4)]
                     del kept[::2]
                     torch.cuda.empty_cache()

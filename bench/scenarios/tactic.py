@@ -1,7 +1,8 @@
 """FlashInfer's autotuner measures a tactic that asks for memory.
 
-FlashInfer's own kernels cannot run on the virtual device. Its autotuner can: this puts
-an operation beside the model's first layer norm that asks it for a tactic.
+FlashInfer's own kernels cannot run on the virtual device, but its autotuner can. So
+this adds an operation to the model's first layer norm that asks the autotuner for a
+tactic.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 def add(result: dict[str, Any], transient: int = 0, kept: int = 0) -> None:
     """Let each model that is loaded from here on ask the autotuner for a tactic.
 
-    `result["tactic"]` becomes "measured", or "out of memory" where the autotuner
-    skips it; nothing, if it is never asked.
+    `result["tactic"]` becomes "measured", or "out of memory" if the autotuner skips it.
+    It is not set if the autotuner never runs.
 
     Args:
         transient: Bytes that the tactic allocates while it is measured.
         kept: Bytes that it allocates when it is first measured, and keeps.
     """
-    # Else FlashInfer counts as installed only beside nvcc, and remembers the tactic.
+    # Otherwise FlashInfer needs nvcc to count as installed, and remembers the tactic.
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
     os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = tempfile.mkdtemp()
     import torch

@@ -1,7 +1,8 @@
 """Two threads: one enters and leaves sleep-mode pools, one empties PyTorch's cache.
 
-The argument is a JSON object: "rounds", and "seconds", after which it hangs. What waits
-for a lock for ever cannot say so: the first line stands when the alarm ends it all.
+The argument is a JSON object: "rounds", and "seconds" after which it counts as hung. A
+process that waits for a lock for ever cannot say so: the line that it printed first
+then remains its result, when the alarm ends the process.
 """
 
 from __future__ import annotations

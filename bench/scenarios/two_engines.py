@@ -1,8 +1,8 @@
-"""Two engines on one device, each in a process of its own with 0.45 of it.
+"""Two engines on one device, each in its own process with utilization 0.45.
 
-The second starts first, and gets its first prompt when the other has served a load:
-what that has cached must leave room. The argument is a JSON object with the "steps" of
-the load.
+The second starts first, and gets its first prompt after the other has served a load:
+what the other has cached must leave enough memory. The argument is a JSON object with
+the "steps" of the load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def engine(folder: str) -> Any:
 
 
 def second() -> None:
-    """Start, say so, and serve a prompt of the largest size once a line has come."""
+    """Start, say so, wait for a line, and serve a prompt of the largest size."""
     import torch
     from vllm import SamplingParams
 

@@ -13,5 +13,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a user preloads on a slice."""
+    """A library that a user preloads on a slice."""
     return slicing.compiled(tmp_path_factory.mktemp("slicing"))

@@ -1,4 +1,4 @@
-"""Run a scenario in a process of its own, on a device and a vLLM of one's choice."""
+"""Run a scenario in its own process, on a chosen device and vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vgpu.server import Server
 
 ROOT = Path(__file__).resolve().parents[3]
 HOOKS = (ROOT / "bench/scenarios/hooks.toml").read_text()
-# The official release is the installed one; ours lies before it on the path.
+# The official release is installed; ours is put before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"

@@ -25,7 +25,7 @@ CASES = [
 def test_nothing_is_lost_beside_a_trainer(
     cycles: int, fail: bool, tmp_path: Path
 ) -> None:
-    """Nor is the primary context released, which ends a slice's account."""
+    """The primary context is not released either: that would end a slice's account."""
     # In 0.26.0 no pool is entered while a graph is captured.
     capture = BASE != "0.26.0"
     case = {"cycles": cycles, "seed": 7, "fail": fail, "capture": capture}
@@ -54,7 +54,7 @@ def test_host_memory_is_dropped_by_a_thread_of_another_device(tmp_path: Path) ->
 
 
 def test_addresses_that_another_device_takes_at_once(tmp_path: Path) -> None:
-    """A free is recorded before its address can be that of a new allocation."""
+    """A free is recorded before a new allocation can get its address."""
     result = run("addresses", {}, vllm="envelope", device=TWO, folder=tmp_path)
     assert result["recorded"] == result["alive"] == 8
 
@@ -66,6 +66,6 @@ BEHIND = DEVICE | {"streams_behind": True, "behind_queries": 0}
 @pytest.mark.skipif(BASE == "0.26.0", reason="enters no pool during a capture")
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_memory_is_not_unmapped_in_use(vllm: str, tmp_path: Path) -> None:
-    """Waiting for the device is refused as another thread captures a graph."""
+    """Waiting for the device is refused while another thread captures a graph."""
     result = run("freed_in_use", {}, vllm=vllm, device=BEHIND, folder=tmp_path)
     assert result["device"] == "fine", result

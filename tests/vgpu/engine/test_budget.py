@@ -1,4 +1,4 @@
-"""Whole starts on shares of a device: the instance stays in what it can have."""
+"""Whole starts on shares of a device: the instance stays within its share."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
     llm = {"gpu_memory_utilization": 1.0} | case["llm"]
     result = start(name, llm, "envelope", tmp_path)
     assert result["outcome"] == "started", result
-    # And makes use of it.
+    # And uses it.
     assert share - 384 * MIB < result["process_peak"] <= share + WARM_UP
 
 
@@ -169,7 +169,7 @@ def test_two_engines_in_a_slice(vllm: str, tmp_path: Path) -> None:
 
 @full
 def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
-    """It was taken before, and skipped every measurement."""
+    """Before, it was accepted, and skipped every measurement."""
     limit, kv_cache = 3 * GIB, 3 * GIB - 512 * MIB
     result = run(
         "start",

@@ -1,4 +1,4 @@
-"""What a start finds of an earlier one, and where it leaves what it makes."""
+"""What a start finds of an earlier start, and where it leaves its caches."""
 
 from __future__ import annotations
 

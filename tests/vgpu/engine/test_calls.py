@@ -17,6 +17,7 @@ NAMED = (
     "a reply after the timeout",
     "a failure of a rank that is not asked",
     "a step that all fail before a slow call",
+    "a step that fails and is timed out before a slow call",
     "a step that one fails",
     "a large reply",
 )
@@ -52,6 +53,7 @@ def test_the_release_shifts_replies(tmp_path: Path) -> None:
     assert {wrong.split(":")[0] for wrong in result["wrong"]} == set(SHIFTS)
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("ranks", "programs"),
     [
@@ -71,9 +73,10 @@ def test_random_programs(ranks: int, programs: int, tmp_path: Path) -> None:
 
 
 @long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_programs_beside_the_release(ranks: int, tmp_path: Path) -> None:
-    """Whose executor is another one after each error."""
+    """The release gets a new executor after each error."""
     asked = {"ranks": ranks, "programs": 60, "release": True}
     ours, official = (
         calls(vllm, tmp_path, **asked) for vllm in ("envelope", "official")

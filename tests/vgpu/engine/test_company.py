@@ -27,7 +27,7 @@ def outcomes(vllm: str, programs: int, folder: Path) -> dict[int, str]:
     "programs", [12, pytest.param(10_000, marks=pytest.mark.long, id="many")]
 )
 def test_nobody_is_harmed(programs: int, tmp_path: Path) -> None:
-    """And what lives with the release lives."""
+    """And a program that lives with the release lives with ours."""
     ours = outcomes("envelope", programs, tmp_path / "envelope")
     release = outcomes("official", programs, tmp_path / "official")
     assert len(ours) == programs
@@ -37,10 +37,24 @@ def test_nobody_is_harmed(programs: int, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("free_at", ["start", "end"])
+def test_why_a_split_limit_is_not_switched(free_at: str, tmp_path: Path) -> None:
+    """With one, PyTorch alone frees memory in use: the report in docs/upstream.md."""
+    device = {"memory": "2GiB"}
+    result = run(
+        "split_limit", free_at, vllm="official", device=device, folder=tmp_path
+    )
+    if free_at == "start":
+        assert result["outcome"] == "allocated"
+        assert (result["allocated"], result["held"]) == (452, 0)
+    else:
+        assert "invalid argument" in result["error"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
-    """What the first caches leaves it room, though nothing limits that."""
+    """What the first engine caches leaves memory for it, though nothing limits that."""
     result = run(
         "two_engines",
         {"steps": 100},

@@ -18,10 +18,10 @@ MIB, GIB = 2**20, 2**30
 # The device of make bench-release.
 SMALL: dict[str, object] = {"memory": 2560 * MIB, "graph": 700 << 10}
 REQUESTED = math.ceil(2560 * MIB * 0.7)
-LAYERS = 10  # of no model more, the draft's included
+LAYERS = 10  # no further model, the draft's included
 # The driver maps 2 MiB at once: lost at the end of each layer.
 LOST = 2 * MIB * LAYERS
-full = pytest.mark.full
+full, long = pytest.mark.full, pytest.mark.long
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": "dense"},
@@ -60,20 +60,33 @@ def starts(
     return list(results)
 
 
-@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=full)])
+ENGINES = (
+    ("dense", True),
+    ("dense", False),
+    ("experts", True),
+    ("hybrid", False),
+    ("hybrid", True),
+    ("draft", False),
+    ("draft", True),
+    ("vision", True),
+    ("sliding", True),
+    ("block first", True),
+)
+
+
+def marks(engine: tuple[str, bool], graphs: bool) -> list[pytest.MarkDecorator]:
+    if graphs:
+        return [] if engine in (("dense", True), ("draft", True)) else [full]
+    # Without graphs nothing is profiled twice, and little can differ.
+    return [full] if engine[0] in ("dense", "draft") else [long]
+
+
 @pytest.mark.parametrize(
-    ("name", "v2"),
+    ("name", "v2", "graphs"),
     [
-        ("dense", True),
-        pytest.param("dense", False, marks=full),
-        pytest.param("experts", True, marks=full),
-        pytest.param("hybrid", False, marks=full),
-        pytest.param("hybrid", True, marks=full),
-        pytest.param("draft", False, marks=full),
-        ("draft", True),
-        pytest.param("vision", True, marks=full),
-        pytest.param("sliding", True, marks=full),
-        pytest.param("block first", True, marks=full),
+        pytest.param(*engine, graphs, marks=marks(engine, graphs))
+        for engine in ENGINES
+        for graphs in (True, False)
     ],
 )
 def test_kv_cache_takes_what_is_left(
@@ -174,7 +187,7 @@ def test_sleeps_and_wakes_up(v2: bool, level: int, tmp_path: Path) -> None:
     "llm", [TP2, pytest.param(PP2, marks=full)], ids=["tp2", "pp2"]
 )
 def test_blocks_of_the_smallest_rank(llm: dict[str, Any], tmp_path: Path) -> None:
-    """On devices of different size."""
+    """The ranks have devices of different size."""
     llm = llm | {"enable_extensible_kv_cache": True}
     asked = {"graphs": True, "report": True, "generate": 4, "llm": llm}
     result = ranks([asked], "envelope", tmp_path, second='memory = "3GiB"')

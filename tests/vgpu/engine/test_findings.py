@@ -1,6 +1,6 @@
-"""What is wrong in the official release, to the byte, and what ours does.
+"""Bugs of the official release, to the byte, and what ours does instead.
 
-The official cases document the bugs: when upstream mends one, its test fails.
+The official cases document the bugs: when upstream fixes one, its test fails.
 """
 
 from __future__ import annotations

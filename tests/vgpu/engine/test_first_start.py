@@ -1,4 +1,4 @@
-"""A start with empty caches, which compiles and tunes, has the KV cache of the next.
+"""A start with empty caches, which compiles and tunes, has the KV cache of a warm one.
 
 `make bench-first-start` shows models of the sizes that people use.
 """
@@ -121,8 +121,8 @@ def test_first_start_has_the_kv_cache_of_the_second(
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 @full
 def test_what_stays_is_counted(name: str, tmp_path: Path) -> None:
-    """Modules, which the driver loads: kernels that lost stay, and a compiled model
-    that is read has some twice."""
+    """Loaded modules: rejected kernels stay loaded, and a compiled model that is read
+    from the cache has some kernels twice."""
     device = DEVICE | {"module": 256 << 10}
     case = CASES[name] | {"report": True}
     cold, warm = cold_and_warm(case, "envelope", tmp_path, device)

@@ -1,7 +1,7 @@
 """Loads in exactly the memory that was requested: KV cache, activations, no more.
 
-What fails has room enough, in pieces. `make bench-fragmentation` shows how much more is
-needed.
+A load that fails has enough free memory, but in pieces. `make bench-fragmentation`
+shows how much more is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENOUGH: dict[str, Any] = (
     {"llm": {"fragmentation_buffer_bytes": 518 * MIB}} if BASE == "0.26.0" else {}
 )
 MIXED = "8B"
-# Of what a step asked of the device, after the tokens that it computed.
+# A step's calls of the device come after the tokens that it computed.
 MAP, UNMAP = (1 + list(CALLS).index(call) for call in ("map", "unmap"))
 
 
@@ -77,7 +77,7 @@ def test_fewer_tokens_at_once_map_fewer_pages(name: str, tmp_path: Path) -> None
         llm = LIMIT | {"max_num_scheduled_tokens": scheduled}
         (load,) = serve(CASES[name] | {"llm": llm}, "envelope", tmp_path)["runs"]
         assert load["outcome"] == "served", load
-        mapped.append(sum(step[MAP] for step in load["asked"]))
+        mapped.append(sum(step[MAP] for step in load["each_step"]))
     assert 4 * mapped[0] < mapped[1]
 
 
@@ -94,7 +94,7 @@ def test_two_thousand_steps(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
 def test_serving_keeps_within_a_limit_in_bytes(name: str, tmp_path: Path) -> None:
-    """The device has memory left. Without a limit PyTorch takes of it."""
+    """The device has memory left. Without a limit PyTorch would take some of it."""
     limit = LIMIT["gpu_memory_limit_bytes"]
     alone = CASES[name] | {"alone": True}
     bounded = alone | {"llm": LIMIT}
@@ -104,4 +104,4 @@ def test_serving_keeps_within_a_limit_in_bytes(name: str, tmp_path: Path) -> Non
     load = serve(alone, "envelope", tmp_path)["runs"][0]
     assert load["outcome"] == "served", load
     assert load["process_peak"] > limit
-    assert not any(step[UNMAP] for step in load["asked"])
+    assert not any(step[UNMAP] for step in load["each_step"])

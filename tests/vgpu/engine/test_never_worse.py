@@ -1,4 +1,4 @@
-"""Engines start wherever the release starts them, with the KV cache they have there.
+"""Wherever the release starts, ours starts, with as large a KV cache.
 
 `make bench-release` shows more models and utilizations.
 """
@@ -106,8 +106,8 @@ TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
 def test_what_the_process_holds_is_not_the_engines(
     v2: bool, names: list[str], tmp_path: Path
 ) -> None:
-    """A caller's tensors, another engine, awake or asleep; and a tactic of FlashInfer's
-    that is not skipped, since the device has the memory, but counted."""
+    """A caller's tensors, and another engine, awake or asleep. And a tactic of
+    FlashInfer's is counted, not skipped, as the device has the memory."""
     cases = {
         "tensors": case(v2, 0.4, tensors=3 * GIB),
         "awake": beside(v2, 0, **GRAPHS),
@@ -131,7 +131,7 @@ def test_what_the_process_holds_is_not_the_engines(
 
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_bytes_that_are_asked_for(v2: bool, tmp_path: Path) -> None:
-    """The limit in bytes is the process's, its tensors included, once. An explicit KV
+    """The limit in bytes holds for the process; its tensors count once. An explicit KV
     cache (vllm #39852) needs its bytes, not what the utilization says, to be free."""
     tensors, limit = 2 * GIB, 5 * GIB
     cases = [
@@ -205,6 +205,17 @@ def test_what_comes_with_the_kv_cache_is_counted_once(v2: bool, tmp_path: Path) 
         assert abs(without["kv"] - with_one["kv"] - size) <= 2 * MIB
 
 
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_a_neighbour_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None:
+    """What it released is not taken for less that comes with the KV cache."""
+    still = case(v2, 0.4, workspace=394 * MIB)
+    moved = still | {"moved": "-1GiB", "moved_at": "first_batch"}
+    device = DEVICE | {"memory": 16 * GIB, "other": "2GiB"}
+    results = starts([still, moved], "envelope", tmp_path, device)
+    assert [result["outcome"] for result in results] == ["started"] * 2, results
+    assert abs(results[0]["kv"] - results[1]["kv"]) <= 2 * MIB, results
+
+
 @full
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_official_does_not_count_it(v2: bool, tmp_path: Path) -> None:
@@ -220,7 +231,7 @@ def test_official_does_not_count_it(v2: bool, tmp_path: Path) -> None:
 def test_a_worker_that_serves_warms_up_again(
     v2: bool, vllm: str, tmp_path: Path
 ) -> None:
-    """As when elastic expert parallelism scales: what a start may take is no limit."""
+    """When elastic expert parallelism scales, the limit of a start does not apply."""
     asked = case(v2, 0.4, **GRAPHS, kept=2 * GIB) | {"model": "moe"}
     result = run("scale", asked, vllm=vllm, device=DEVICE, hooks=HOOKS, folder=tmp_path)
     assert result["outcome"] == "started", result
@@ -245,7 +256,7 @@ def test_expandable_segments(tmp_path: Path) -> None:
 
 
 def test_cuda_malloc_async(tmp_path: Path) -> None:
-    """Whose limit begins as 2**64 bytes: it is a fraction that cannot be set again.
+    """PyTorch's limit is 2**64 bytes at first: no fraction could set that again.
 
     V1 with graphs is left out: the release's own capture ends in a crash.
     """
@@ -259,7 +270,7 @@ def test_cuda_malloc_async(tmp_path: Path) -> None:
     cached = 32 * MIB
     found = {n: worse(ours, official, cached) for n, (official, ours) in pairs.items()}
     assert not any(found.values()), found
-    # Once a process, in each of which an engine started.
+    # Once per process, each of which started an engine.
     said = (tmp_path / "stdout").read_text().count("PyTorch allocates with cudaMalloc")
     assert said == len(cases)
 
@@ -284,7 +295,7 @@ def test_experts_without_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_what_the_user_chose_is_not_refused(v2: bool, tmp_path: Path) -> None:
     """Graphs that the user leaves out of the estimate, and more blocks than fit: the
-    engine takes more than was requested, as it was told."""
+    engine takes more than was requested, as configured."""
     graphs = {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0"}
     cases = {
         "estimate": case(v2, 0.4, **GRAPHS, environment=graphs),

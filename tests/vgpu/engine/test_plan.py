@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.plan import number
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
 
@@ -37,7 +38,7 @@ def model(tmp_path: Path, **changed: Any) -> str:
 
 
 def foreseen(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """What it writes, and what it prints."""
+    """Run make plan: what it writes, and what it prints."""
     done = plan(tmp_path, *arguments, "--json", "plan.json", "--svg", "plan.svg")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
@@ -89,8 +90,8 @@ def test_the_first_of_two_ranks(tmp_path: Path) -> None:
     # Norms are on each rank.
     assert WEIGHTS // 2 <= result["weights"] < WEIGHTS // 2 + (8 << 20)
     assert result["kv_cache"] == result["blocks"] * 16 * 4 * 2 * 128 * 2
-    # Its communicator was there before the first snapshot.
-    assert result["non_torch_before"] >= (522 + 1024) << 20
+    # Before the first snapshot: the context, NCCL's communicator, code and stacks.
+    assert result["non_torch_before"] >= (522 + 484 + 101 + 183) << 20
 
 
 @pytest.mark.full
@@ -111,6 +112,37 @@ def test_changes_that_make_it_fit_are_tried(tmp_path: Path) -> None:
     length = tried["flags"][-1]
     assert tried["flags"][-2] == "--max-model-len"
     assert f"- --max-model-len {length}: fits: " in done.stdout
+
+
+@pytest.mark.full
+def test_weights_that_do_not_fit_are_said_and_nothing_is_tried(tmp_path: Path) -> None:
+    """Its four heads are split by four cards at most, which do not hold them either.
+    JSON in the flags has the number of layers."""
+    layers, wide = 128, 1 << 18
+    overrides = json.dumps({"num_hidden_layers": layers})
+    done = plan(
+        tmp_path, "--model", model(tmp_path, intermediate_size=wide), "--gpu",
+        "rtx4090", "--release", "official", "--json", "plan.json", "--flags",
+        f"--max-model-len 2K --hf-overrides '{overrides}'",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "plan.json").read_text())
+    matrices = layers * (512 * (512 + 2 * 256) + 512 * 512 + 3 * 512 * wide)
+    embeddings, norms = 2 * 32000 * 512, (2 * layers + 1) * 512
+    result = told["result"]
+    assert result["max_model_len"] == 2048
+    assert result["weights"] == 2 * (matrices + embeddings + norms)
+    assert result["weights_fp8"] == matrices + 2 * (embeddings + norms)
+    assert told["tried"] == []
+    assert f"take {result['weights'] / (1 << 30):.2f} GiB, more than" in done.stdout
+    assert "No change of flags helps: a larger GPU, or a smaller model." in done.stdout
+
+
+def test_numbers_are_those_of_vllm_serve() -> None:
+    from vllm.utils.argparse_utils import human_readable_int
+
+    for text in "32k", "32K", "25.6k", "1m", "1M", "2g", "2G", "1t", "1T", "7", " 8K ":
+        assert number(text) == human_readable_int(text), text
 
 
 @pytest.mark.full

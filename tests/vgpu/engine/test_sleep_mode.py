@@ -1,6 +1,6 @@
 """Loading in the sleep-mode pool takes what the weights and one conversion take.
 
-The official cases document the bugs: when upstream mends one, its test fails.
+The official cases document the bugs: when upstream fixes one, its test fails.
 """
 
 from __future__ import annotations

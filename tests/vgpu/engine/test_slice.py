@@ -1,4 +1,4 @@
-"""Engines in a slice: a library overrides dlsym and lends them part of the device."""
+"""Engines in a slice: a library overrides dlsym and gives them part of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a start takes, profiling and capturing CUDA graphs included, is requested.
+"""A start takes no more than requested, even while it profiles and captures CUDA
+graphs.
 
 `make bench-start` shows more models and utilizations.
 """
@@ -131,7 +132,7 @@ def test_graphs_that_are_not_captured_refuse_nothing(tmp_path: Path) -> None:
 def test_envelope_refuses_what_the_official_finds_too_late(
     v2: bool, tmp_path: Path
 ) -> None:
-    """The counterpart of test_findings.py: utilization is inert there."""
+    """The counterpart of test_findings.py, where utilization has no effect."""
     asked = case("hybrid", v2, 45, max_num_seqs=512)
     (ours,) = starts([asked], "envelope", tmp_path)
     assert ours["outcome"] == "ValueError" and ours["within"], ours

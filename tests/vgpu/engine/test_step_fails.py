@@ -1,7 +1,7 @@
 """Allocations that fail in one forward pass, at each layer.
 
-The device computes nothing, so what is compared is what the device can tell: what each
-pass is given, which layers it runs, and what is allocated as it begins.
+The device computes nothing. So the tests compare what each pass is given, which layers
+it runs, and what is allocated as it begins.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
         assert error["outcome"] == "OutOfMemoryError"
         for said in ("Tried to allocate 256.00 MiB", "MiB free", "--max-num-batched"):
             assert said in error["error"]
-    # The caller was handling an out of memory meanwhile; this is none.
+    # The caller was handling another out of memory; this error is a different one.
     assert (other["outcome"], other["error"]) == ("RuntimeError", "shapes differ")
     assert len(other["passes"]) == 1
     assert [p["layers"] for p in twice["passes"]] == [[0, 1], [0, 1]]

@@ -1,4 +1,4 @@
-"""The --kv-cache-memory that vLLM suggests: never negative, and true (vllm #57936)."""
+"""The --kv-cache-memory that vLLM suggests: true and never negative (vllm #57936)."""
 
 from __future__ import annotations
 

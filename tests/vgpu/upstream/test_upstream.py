@@ -24,7 +24,7 @@ EXPECTED = tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
 
 
 def unpack_tests(vllm: str, folder: Path) -> None:
-    """Unpack that vLLM's tests, away from its sources."""
+    """Unpack the tests of this vLLM, away from its sources."""
     archive = folder / "tests.tar"
     subprocess.run(
         ["git", "-C", str(TREE), "archive", "-o", str(archive),
