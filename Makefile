@@ -14,7 +14,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
-  bench-start bench-extensible bench-release bench-first-start bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
+  bench-start bench-extensible bench-release bench-first-start bench-rank-fails bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -116,6 +116,9 @@ bench-start-time: vgpu envelope  ## processor time of a start, in pairs beside t
 
 bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
 	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)")
+
+bench-rank-fails: vgpu envelope ray  ## seconds in which all end after one rank failed
+	@$(call RUN,bench.rank_fails)
 
 bench-first-start: vgpu envelope  ## the first start beside the second; ONLY=pattern
 	@$(call RUN,bench.first_start) $(if $(ONLY),--only "$(ONLY)")

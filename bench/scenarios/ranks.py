@@ -47,8 +47,11 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# Seconds; Ray's own agents, which look for their parent now and then, need some.
+# Seconds that processes which are about to end get to do so.
 LEAVING = {"mp": 0.2, "ray": 5.0}
+# Ray's own, which look for their parent now and then.
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+ACTOR = "ray::RayWorkerProc"
 RAY = Path(__file__).resolve().parents[2] / "build/ray"
 
 
@@ -75,13 +78,12 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
         children.append(child)
     results = []
     for number, child in enumerate(children):
-        status = wait(child, case["patience"])
         told = folder.joinpath(f"result-{number}")
+        status, ended = wait(child, case["patience"], told)
         if told.exists():
             result = json.loads(told.read_text())
         else:
             result = {"outcome": "hangs" if status is None else "died"}
-        ended = time.monotonic()
         result["left"] = left(child, LEAVING[case["executor"]])
         result["left_shared"] = left_shared(child)
         if (failed := folder.joinpath("failed")).exists():
@@ -92,17 +94,26 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-def wait(child: int, seconds: float) -> int | None:
-    """Its status, or None: it was killed after these seconds."""
+def wait(child: int, seconds: float, told: Path) -> tuple[int | None, float]:
+    """Its status, or None: it was killed after these seconds; and when it had ended.
+
+    With Ray, when it had told its result and its workers had ended: what the process
+    still does is to end Ray's cluster, which is not the engine's.
+    """
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    over = None
+    while (now := time.monotonic()) < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return status
+            return status, over or now
+        if over is None and told.exists():
+            commands = " ".join(alive(child).values())
+            if "ray::DashboardAgent" in commands and ACTOR not in commands:
+                over = now
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None
+    return None, time.monotonic()
 
 
 def engine_process(case: dict[str, Any], number: int, port: int, folder: Path) -> None:
@@ -235,30 +246,29 @@ def serve(
     asyncio.run(main())
 
 
+def alive(session: int) -> dict[int, str]:
+    """Command lines of the processes of a session."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, in_session = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(in_session) == session and state != "Z":
+                command = entry.with_name("cmdline").read_bytes().decode().rstrip("\0")
+                found[int(entry.parent.name)] = command
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
 def left(session: int, seconds: float) -> list[str]:
     """Kill what is left of a session that is over; returns the command lines. Processes
     that are about to end get these seconds to do so."""
-
-    def alive() -> dict[int, str]:
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, in_session = (
-                    entry.read_text().rpartition(")")[2].split()[:4]
-                )
-                if int(in_session) == session and state != "Z":
-                    command = entry.with_name("cmdline").read_bytes()
-                    found[int(entry.parent.name)] = command.decode(errors="replace")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return found
-
     deadline = time.monotonic() + seconds
-    while (remaining := alive()) and time.monotonic() < deadline:
+    while (remaining := alive(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in remaining:
         os.kill(process, signal.SIGKILL)
-    return list(remaining.values())
+    return [c for c in remaining.values() if c not in AGENTS]
 
 
 def shared_memory_of(process: int) -> str:
