@@ -16,12 +16,15 @@ import argparse
 import ast
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from scripts import caches, upstream_hooks
@@ -31,13 +34,16 @@ from scripts.merging import Repository
 from scripts.names import names, words
 from scripts.outcomes import chosen as tests_by_name
 from scripts.outcomes import outcomes
+from scripts.preloaded import Preloaded
 from scripts.release import Base
 from scripts.series import BASE_REF, apply, commits, git, run_git
 from scripts.topics import also_needed, stack, with_needs
 
-DEVICE = ("--memory", "16GiB")
+MEMORY = "16GiB"  # of the device
+JOBS = 2
 TEST_LIMIT = 1500
 EXPECTED = "tests/vgpu/upstream/expected.toml"
+Processes = queue.Queue[Preloaded]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +61,11 @@ def main(args: argparse.Namespace) -> None:
     chosen = [p for p in patches if not args.patches or p.name in args.patches]
     failed = []
     hooks = base.root / "build/hooks"
-    with locked(base.root), scratch(base.root / "build", "check") as folder:
+    with (
+        locked(base.root),
+        scratch(base.root / "build", "check") as folder,
+        preloaded(base, 0 if args.no_tests else JOBS) as processes,
+    ):
         tree = folder / "vllm"
         git(folder, "clone", "-q", "--shared", "--no-checkout", str(base.tree), "vllm")
         git(tree, "fetch", "-q", "origin", f"{BASE_REF}:{BASE_REF}")
@@ -77,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
                 if alone:
                     faults += alone.missing(patch.stem, touched)
                 if not args.no_tests:
-                    faults += own_tests(base, tree, touched, folder)
+                    faults += own_tests(base, tree, touched, folder, processes)
             print(f"{patch.name}: {'ok' if not faults else ''}", flush=True)
             for fault in faults:
                 print(f"  {fault}")
@@ -86,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
             files = sorted(touched_lines(tree, BASE_REF))
             faults = upstream_hooks.run(tree, files, hooks, slow=True)
             if not args.no_tests:
-                faults += series_tests(base, tree, folder)
+                faults += series_tests(base, tree, folder, processes)
             print(*(["the series:", *faults] if faults else []), sep="\n  ")
             failed += ["the series"] if faults else []
     if failed:
@@ -241,21 +251,50 @@ def tests_in(tree: Path, touched: dict[str, set[int]]) -> list[str]:
     ]
 
 
+@contextmanager
+def preloaded(base: Base, count: int) -> Iterator[Processes]:
+    """So many processes that run tests, in the environment of the release.
+
+    Raises:
+        Problem: it is missing.
+    """
+    processes: Processes = queue.Queue()
+    started: list[Preloaded] = []
+    if count:
+        python = interpreter(base)
+        # Each tree links to the bytecode of the files that it does not change.
+        subprocess.run(
+            [python, "-m", "compileall", "-q", f"-j{count}", f"{purelib(python)}/vllm"]
+        )
+    try:
+        for _ in range(count):
+            started.append(Preloaded(python, base.root, MEMORY))
+            processes.put(started[-1])
+        yield processes
+    finally:
+        for process in started:
+            process.close()
+
+
 def own_tests(
-    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path
+    base: Base,
+    tree: Path,
+    touched: dict[str, set[int]],
+    folder: Path,
+    processes: Processes,
 ) -> list[str]:
     """Run the tests whose lines the patch touches, without it and with it."""
     tests = tests_in(tree, touched)
     if not tests:
         return ["it touches no test"]
-    python = prepare(base, tree, folder)
+    prepare(tree, folder)
     sites = {}
     for when in ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
-        sites[when] = overlay(base, tree, python, folder / f"site {when}")
+        sites[when] = overlay(base, tree, folder / f"site {when}")
     with ThreadPoolExecutor(len(sites)) as pool:
         ran = pool.map(
-            lambda site: run_tests(base, site, python, tests, folder, site),
+            lambda site: run_tests(base, site, processes, tests, folder, site),
             sites.values(),
         )
         results = dict(zip(sites, ran, strict=True))
@@ -274,11 +313,13 @@ def own_tests(
     return faults
 
 
-def series_tests(base: Base, tree: Path, folder: Path) -> list[str]:
+def series_tests(
+    base: Base, tree: Path, folder: Path, processes: Processes
+) -> list[str]:
     """Run all tests that the series touches, with all of it: no topic breaks those of
     another."""
-    python = prepare(base, tree, folder)
-    site = overlay(base, tree, python, folder / "site")
+    prepare(tree, folder)
+    site = overlay(base, tree, folder / "site")
     parts: dict[tuple[Path, int], list[str]] = {}
     for number, test in enumerate(tests_in(tree, touched_lines(tree, BASE_REF))):
         folder_of = Path(test.partition("::")[0]).parent
@@ -287,9 +328,9 @@ def series_tests(base: Base, tree: Path, folder: Path) -> list[str]:
     # largest would take longer than all the others. It comes first.
     chosen = sorted(parts.values(), key=len, reverse=True)
     places = [folder / f"part {number}" for number in range(len(chosen))]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         ran = pool.map(
-            lambda part, place: run_tests(base, site, python, part, folder, place),
+            lambda part, place: run_tests(base, site, processes, part, folder, place),
             chosen,
             places,
         )
@@ -297,8 +338,14 @@ def series_tests(base: Base, tree: Path, folder: Path) -> list[str]:
     return [f"with the whole series, {fault}" for fault in unexpected(base, results)]
 
 
-def prepare(base: Base, tree: Path, folder: Path) -> Path:
-    """Put the tests of ``tree`` below ``folder``; returns the interpreter.
+def prepare(tree: Path, folder: Path) -> None:
+    """Put the tests of ``tree`` below ``folder``."""
+    shutil.copytree(tree / "tests", folder / "run/tests")
+    shutil.copy2(tree / "pyproject.toml", folder / "run")
+
+
+def interpreter(base: Base) -> Path:
+    """That of the environment of the release.
 
     Raises:
         Problem: it is missing.
@@ -306,9 +353,12 @@ def prepare(base: Base, tree: Path, folder: Path) -> Path:
     python = base.root / f".venv-vllm-{base.version}/bin/python"
     if not python.exists():
         raise Problem(f"{python.parent.parent.name} is missing: 'make vgpu' first.")
-    shutil.copytree(tree / "tests", folder / "run/tests")
-    shutil.copy2(tree / "pyproject.toml", folder / "run")
     return python
+
+
+def purelib(python: Path) -> str:
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return subprocess.check_output([python, "-c", script], text=True).strip()
 
 
 def unexpected(base: Base, results: dict[str, str]) -> list[str]:
@@ -321,15 +371,10 @@ def unexpected(base: Base, results: dict[str, str]) -> list[str]:
     ]
 
 
-def overlay(base: Base, tree: Path, python: Path, site: Path) -> Path:
+def overlay(base: Base, tree: Path, site: Path) -> Path:
     """The installed official vLLM with what ``tree`` changes, for PYTHONPATH."""
-    purelib = run(
-        tree,
-        str(python),
-        "-c",
-        "import sysconfig; print(sysconfig.get_path('purelib'))",
-    ).stdout.strip()
-    shutil.copytree(f"{purelib}/vllm", site / "vllm", copy_function=os.link)
+    installed = f"{purelib(interpreter(base))}/vllm"
+    shutil.copytree(installed, site / "vllm", copy_function=os.link)
     members = changed_members(base, tree, os.uname().machine, site.parent)
     for name, content in members.items():
         (site / name).unlink(missing_ok=True)
@@ -340,11 +385,17 @@ def overlay(base: Base, tree: Path, python: Path, site: Path) -> Path:
 
 
 def run_tests(
-    base: Base, site: Path, python: Path, tests: list[str], folder: Path, place: Path
+    base: Base,
+    site: Path,
+    processes: Processes,
+    tests: list[str],
+    folder: Path,
+    place: Path,
 ) -> dict[str, str]:
     """Outcome (passed, failed or skipped) by test name; caches and the report lie in
     ``place``."""
-    report = place / "report.xml"
+    place.mkdir(exist_ok=True)
+    report, log = place / "report.xml", place / "log"
     paths = (site, base.root, folder / "run/tests/vllm_test_utils")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -352,15 +403,17 @@ def run_tests(
     }
     shelf = base.root / "build/kernels"
     environment = caches.environment(environment, place / "caches", shelf)
-    log = subprocess.run(
-        [str(python), "-m", "vgpu", *DEVICE, "--",
-         str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         f"--junitxml={report}", *tests_by_name(tests)],
-        cwd=folder / "run", env=environment, capture_output=True, text=True,
-        timeout=TEST_LIMIT,
-    )  # fmt: skip
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    process = processes.get()
+    try:
+        process.run(
+            [*command, *tests_by_name(tests)],
+            folder / "run", environment, log, TEST_LIMIT,
+        )  # fmt: skip
+    finally:
+        processes.put(process)
     if not report.is_file():
-        raise Problem(f"pytest did not run:\n{log.stdout[-2000:]}{log.stderr[-2000:]}")
+        raise Problem(f"pytest did not run:\n{log.read_text()[-4000:]}")
     functions = {test.partition("::")[2] for test in tests}
     return {
         name: "failed" if outcome == "error" else outcome

@@ -13,7 +13,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.check import own_tests, touched_lines
+from scripts.check import JOBS, own_tests, preloaded, touched_lines
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
 from scripts.release import Base
@@ -126,12 +126,14 @@ def unpatched_tests(base: Base, tree: Path) -> None:
             f"(requirements/vllm-{base.version}.txt, 'make {environment}/ready')."
         )
         return
-    for commit in git(tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split():
-        git(tree, "checkout", "-q", "-B", "check", commit)
-        print(git(tree, "show", "-s", "--format=%s").strip())
-        with scratch(tree.parent, "tests") as folder:
-            for fault in own_tests(base, tree, touched_lines(tree), folder):
-                print(f"  {fault}")
+    with preloaded(base, JOBS) as processes:
+        for commit in git(tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split():
+            git(tree, "checkout", "-q", "-B", "check", commit)
+            print(git(tree, "show", "-s", "--format=%s").strip())
+            touched = touched_lines(tree)
+            with scratch(tree.parent, "tests") as folder:
+                for fault in own_tests(base, tree, touched, folder, processes):
+                    print(f"  {fault}")
 
 
 if __name__ == "__main__":

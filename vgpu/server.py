@@ -160,6 +160,8 @@ def _become(
         os.chdir(order["folder"])
         # Thawing would thaw imported objects, too: each collection would visit them.
         gc.freeze = gc.unfreeze = lambda: None
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in paths if path and path not in sys.path]
         command = order["command"]
         if command[0] == "-m":
             sys.argv = command[1:]

@@ -49,8 +49,8 @@ DEFAULTS: dict[str, Any] = {
 
 # Seconds that processes which are about to end get to do so.
 LEAVING = {"mp": 0.2, "ray": 5.0}
-# Ray's own, which look for their parent now and then.
-AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+# Ray's own processes, some of which look for their parent now and then.
+CLUSTER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/dashboard/agent.py")
 ACTOR = "ray::RayWorkerProc"
 RAY = Path(__file__).resolve().parents[2] / "build/ray"
 
@@ -268,7 +268,7 @@ def left(session: int, seconds: float) -> list[str]:
         time.sleep(0.05)
     for process in remaining:
         os.kill(process, signal.SIGKILL)
-    return [c for c in remaining.values() if c not in AGENTS]
+    return [c for c in remaining.values() if not any(own in c for own in CLUSTER)]
 
 
 def shared_memory_of(process: int) -> str:

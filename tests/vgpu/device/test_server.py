@@ -55,6 +55,25 @@ def run(
     return status, out.read_text(), error.read_text()
 
 
+def test_each_has_its_own_path(server: Server, tmp_path: Path) -> None:
+    """What its PYTHONPATH names beside the server's is there, in front."""
+    for content in ("1", "2"):
+        folder = tmp_path / content
+        folder.mkdir()
+        (folder / "of_the_command.py").write_text(f"print({content})")
+        (tmp_path / "script.py").write_text("import of_the_command")
+        status = server.run(
+            config.load(),
+            [str(tmp_path / "script.py")],
+            folder=tmp_path,
+            environment=os.environ | {"PYTHONPATH": str(folder)},
+            out=tmp_path / "out",
+            error=tmp_path / "error",
+            timeout=60,
+        )
+        assert (status, (tmp_path / "out").read_text()) == (0, content + "\n")
+
+
 def test_each_has_the_device_it_asks_for(server: Server, tmp_path: Path) -> None:
     script = (
         "import sys\nfrom vgpu import control\n"
