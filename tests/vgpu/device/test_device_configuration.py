@@ -93,6 +93,27 @@ def test_every_profile_is_complete(name: str) -> None:
     config.load(profile=name).lines()
 
 
+# Of the second batch size that vLLM 0.19.0 captured on an H100: nodes of its full
+# graph; its piecewise graphs and their nodes; MiB that both took, as logged.
+LOGGED = {
+    "Qwen3-8B": (433, 37, 325, 4 + 8),
+    "Phi-4": (441, 41, 321, 4 + 6),
+    "Kimi-Dev-72B": (881, 81, 641, 10 + 18),
+    "Llama 70B W8A8": (1201, 81, 961, 14 + 20),
+    "Qwen1.5-MoE": (577, 25, 505, 6 + 8),
+    "DeepSeek-V2-Lite": (775, 28, 640, 8 + 10),
+}
+
+
+@pytest.mark.parametrize("model", LOGGED)
+def test_graphs_of_an_h100_take_what_was_logged(model: str) -> None:
+    full, graphs, nodes, logged = LOGGED[model]
+    given = config.read_profile("h100")
+    graph, node = (config.parse_size(given[key]) for key in ("graph", "graph_node"))
+    taken = (1 + graphs) * graph + (full + nodes) * node
+    assert abs(taken / 2**20 - logged) <= 4
+
+
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "vgpu", *arguments],

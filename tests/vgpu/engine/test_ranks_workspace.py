@@ -8,6 +8,24 @@ import pytest
 from tests.vgpu.device.test_nccl import MIB, in_ranks, join
 
 
+@pytest.mark.vgpu(memory="1GiB", graph_node="4KiB")
+def test_a_silent_function_is_a_kernel_of_a_graph() -> None:
+    import torch
+
+    from bench.plan_engine import Silent
+    from vgpu import control
+
+    module, graph = Silent(), torch.cuda.CUDAGraph()
+    module.allreduce(1, 2)
+    held = torch.cuda.memory_reserved()
+    with torch.cuda.graph(graph):
+        before = control.used()
+        module.allreduce(1, 2)
+        module.allreduce(1, 2)
+    assert control.used() - before == 2 * 4096
+    assert torch.cuda.memory_reserved() == held
+
+
 def workspace(rank: int, ranks: int, meet: str) -> None:
     import torch
 
