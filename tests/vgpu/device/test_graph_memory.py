@@ -339,14 +339,28 @@ def test_a_graph_that_allocates_has_one_instance_and_is_part_of_no_other() -> No
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_an_address_is_known_and_may_be_freed_before_a_launch() -> None:
-    """PyTorch asks what pointers are, and frees tensors of graphs never replayed."""
+@pytest.mark.parametrize("freed", [False, True])
+def test_an_address_is_known_as_long_as_its_graph(freed: bool) -> None:
+    """vLLM asks what pointers are before a launch, and after the capture freed them."""
+    gpu = Graphs()
+    executable, (address,) = gpu.instances(BLOCK + 1, freed=freed)
+    start, size = c_void_p(), c_size_t()
+
+    def known() -> int:
+        call = "cuMemGetAddressRange_v2"
+        return gpu.call(call, byref(start), byref(size), c_void_p(address + 5))
+
+    assert known() == OK
+    assert (start.value, size.value) == (address, BLOCK + 1)
+    assert gpu.destroy(executable) == OK
+    assert known() == 500
+
+
+@pytest.mark.vgpu(memory="64MiB")
+def test_what_no_launch_has_allocated_may_be_freed() -> None:
+    """As PyTorch does with tensors of a graph that it never replays."""
     gpu = Graphs()
     executable, (address,) = gpu.instances(BLOCK + 1, freed=False)
-    start, size = c_void_p(), c_size_t()
-    call = "cuMemGetAddressRange_v2"
-    assert gpu.call(call, byref(start), byref(size), c_void_p(address + 5)) == OK
-    assert (start.value, size.value) == (address, BLOCK + 1)
     assert gpu.free_async(address) == OK
     assert gpu.launch(executable) == OK
     assert gpu.graph_memory() == (2 * BLOCK, 2 * BLOCK)

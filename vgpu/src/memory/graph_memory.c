@@ -8,15 +8,23 @@
 
 // What no node of its own graph frees, by its address.
 static Ranges unfreed;
+static Ranges known;  // addresses, and which memory they are of
 
 static GraphAllocation* unfreed_at(uint64_t address) {
   Range* r = ranges_at(&unfreed, address);
   return r && r->start == address ? r->data : NULL;
 }
 
+// A graph's addresses stay its own when a node frees them: vLLM asks what a pointer is
+// that its capture has freed.
 const GraphAllocation* graph_allocation_at(uint64_t address) {
-  Range* r = ranges_at(&unfreed, address);
-  return r ? r->data : NULL;
+  Range* r = ranges_at(&known, address);
+  const GraphMemory* memory = r ? r->data : NULL;
+  for (size_t i = memory ? memory->allocations : 0; i > 0; i--) {
+    const GraphAllocation* a = memory->allocation[i - 1];
+    if (a->address <= address && address < a->address + a->size) return a;
+  }
+  return NULL;
 }
 
 // ---- its life
@@ -49,6 +57,9 @@ static void drop(GraphMemory* memory) {
   for (size_t i = 0; i < memory->freeing_streams; i++)
     for (Range* r; (r = ranges_above(&memory->freed[i].addresses, 0));)
       ranges_remove(&memory->freed[i].addresses, r->start);
+  for (Range* r = ranges_above(&memory->pages.spans, 0); r;
+       r = ranges_above(&memory->pages.spans, r->start))
+    ranges_remove(&known, r->start);
   graph_pages_end(&memory->pages);
   free(memory->allocation);
   free(memory->freed);
@@ -81,7 +92,9 @@ static uint64_t addresses(GraphMemory* memory, int device, uint64_t size,
   uint64_t start = heap_take(freed_in(memory, stream), size);
   if (start != UINT64_MAX) return start;
   start = address_take(size, 0);
-  if (start) graph_pages_add(&memory->pages, device, start, size);
+  if (!start) return 0;
+  graph_pages_add(&memory->pages, device, start, size);
+  ranges_add(&known, start, size, memory);
   return start;
 }
 

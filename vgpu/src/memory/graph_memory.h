@@ -64,5 +64,5 @@ CUresult graph_memory_done(GraphMemory* memory);
 
 // ---- anywhere; under memory_lock
 
-// What a graph allocates and does not free itself, launched or not; NULL: none.
+// What a node last allocated there, launched and freed or not; NULL: nothing.
 const GraphAllocation* graph_allocation_at(uint64_t address);

@@ -36,7 +36,7 @@ static Pointer pointer_look_up(uint64_t address) {
                   false};
   }
   const GraphAllocation* a = found.type ? NULL : graph_allocation_at(address);
-  if (a)  // its addresses are known before a launch
+  if (a)
     found = (Pointer){CU_MEMORYTYPE_DEVICE, a->device, a->address,
                       a->requested,         false,     false};
   pthread_mutex_unlock(&memory_lock);
