@@ -29,10 +29,10 @@ typedef struct {
   Physical* physical;
   uint64_t offset;  // in the physical memory
   bool readable, writable;
-  enum { BY_MALLOC, BY_POOL, BY_MAP } by;
+  enum { BY_MALLOC, BY_POOL, BY_MAP, BY_GRAPH } by;
   bool freed;  // once its stream gets there
   uint64_t requested;
-  void* owner;  // the pool, or what small blocks share
+  void* owner;  // the pool, what small blocks share, or what a graph allocates
 } Mapping;
 
 extern Ranges mappings;  // device addresses that are backed
@@ -63,10 +63,11 @@ CUresult memory_free(uint64_t address);
 // ---- pool.c
 
 CUmemoryPool pool_of(int ordinal);  // the device's default pool
+int pool_device(CUmemoryPool pool);
 CUresult pool_take(CUmemoryPool pool, uint64_t size, uint64_t* address);
 // True: it is a pool's, and was not freed before; memory_free_either is to follow.
 bool pool_free_later(uint64_t address);
-CUresult memory_free_either(uint64_t address);  // a pool's, or cudaMalloc's
+CUresult memory_free_either(uint64_t address);  // a pool's, a graph's, or cudaMalloc's
 
 // ---- contents.c
 

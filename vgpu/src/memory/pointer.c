@@ -1,7 +1,7 @@
 // What a pointer is.
 #include <string.h>
 
-#include "memory/memory.h"
+#include "memory/graph_memory.h"
 #include "state/calls.h"
 #include "state/config.h"
 #include "state/context.h"
@@ -35,6 +35,10 @@ static Pointer pointer_look_up(uint64_t address) {
                   block->kind == MANAGED,
                   false};
   }
+  const GraphAllocation* a = found.type ? NULL : graph_allocation_at(address);
+  if (a)
+    found = (Pointer){CU_MEMORYTYPE_DEVICE, a->device, a->address,
+                      a->requested,         false,     false};
   pthread_mutex_unlock(&memory_lock);
   return found;
 }

@@ -1,6 +1,7 @@
 // Memory pools: exact in bytes; a pool keeps what its threshold allows.
 #include <stdlib.h>
 
+#include "memory/graph_memory.h"
 #include "memory/memory.h"
 #include "state/account.h"
 #include "state/captures.h"
@@ -18,6 +19,8 @@ CUmemoryPool pool_of(int ordinal) {
   default_pool[device].device = device;
   return &default_pool[device];
 }
+
+int pool_device(CUmemoryPool pool) { return pool->device; }
 
 static uint64_t pool_reserved(const struct CUmemPoolHandle_st* pool) {
   return pool->used + pool->kept;
@@ -77,8 +80,9 @@ CUresult memory_free_either(uint64_t address) {
   Range* r = ranges_at(&mappings, address);
   Mapping* m = r ? r->data : NULL;
   if (!m || r->start != address || m->by != BY_POOL) {
+    bool graphs = !m || m->by == BY_GRAPH;
     pthread_mutex_unlock(&memory_lock);
-    return memory_free(address);
+    return graphs && address ? graph_memory_free(address) : memory_free(address);
   }
   struct CUmemPoolHandle_st* pool = m->owner;
   uint64_t size = r->size;

@@ -57,8 +57,13 @@ CUresult operation_do(const Operation* o) {
       return CUDA_SUCCESS;
     case NODE_COLLECTIVE:
       return o->collective(o->argument);
+    case NODE_ALLOCATE:
+      return graph_allocation_map(o->argument);
     case NODE_FREE:
-      return memory_free_either(o->to);
+      return o->argument ? graph_allocation_free(o->argument)
+                         : memory_free_either(o->to);
+    case NODE_DONE:
+      return graph_memory_done(o->argument);
     case NODE_KERNEL:
       if (self) __atomic_fetch_add(&self->kernels, 1, __ATOMIC_RELAXED);
       return CUDA_SUCCESS;

@@ -1,8 +1,9 @@
 // Graphs. A graph keeps its operations: a launch does its copies, fills and host
-// functions again and checks their addresses again.
+// functions again and checks their addresses again. What it allocates is there anew.
 #include <stdlib.h>
 
 #include "state/account.h"
+#include "state/config.h"
 #include "state/context.h"
 #include "state/objects.h"
 #include "streams/stream.h"
@@ -13,6 +14,9 @@ typedef struct CUgraphExec_st {
   int device;
   int64_t charged;
   Kept kept;
+  GraphMemory* memory;  // NULL: no node allocates or frees
+  bool frees_at_launch;
+  Mark launched;  // last
 } Exec;
 
 static CUresult first_graph(int device) {
@@ -22,7 +26,8 @@ static CUresult first_graph(int device) {
   return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
+static CUresult instantiate(CUgraphExec* handle, CUgraph graph,
+                            unsigned long long flags) {
   *handle = NULL;
   if (!object_is(graph, GRAPH)) return CUDA_ERROR_INVALID_VALUE;
   int device = current_device();
@@ -30,7 +35,12 @@ static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
   CUresult error = first_graph(device);
   if (error) return error;
   int64_t bytes = (int64_t)(d->graph + d->graph_node * graph->nodes);
-  if (!charge(device, bytes, "graph")) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (graph->memory && !graph_memory_instantiate(graph->memory))
+    return CUDA_ERROR_INVALID_VALUE;
+  if (!charge(device, bytes, "graph")) {
+    if (graph->memory) graph_memory_uninstantiate(graph->memory);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  }
   Exec* exec = object_new(EXEC, sizeof *exec);
   exec->device = device;
   exec->charged = bytes;
@@ -40,6 +50,8 @@ static CUresult instantiate(CUgraphExec* handle, CUgraph graph) {
   for (size_t i = 0; i < graph->nodes; i++)
     exec->operation[i] = graph->node[i]->operation;
   kept_copy(&exec->kept, &graph->kept);
+  exec->memory = graph->memory;
+  exec->frees_at_launch = flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
   *handle = exec;
   return CUDA_SUCCESS;
 }
@@ -49,17 +61,75 @@ static CUresult exec_destroy(CUgraphExec exec) {
   charge(exec->device, -exec->charged, "graph");
   free(exec->operation);
   kept_release(&exec->kept);
+  if (exec->memory) graph_memory_uninstantiate(exec->memory);
   object_delete(exec, EXEC);
   return CUDA_SUCCESS;
 }
 
+static CUresult captured_launch(Stream* stream) {
+  pthread_mutex_lock(&objects_lock);
+  stream->capture->valid = false;
+  pthread_mutex_unlock(&objects_lock);
+  return CUDA_ERROR_NOT_SUPPORTED;  // such a graph can be no part of another
+}
+
+static CUresult post_free(Stream* stream, GraphAllocation* a) {
+  return operation_post(
+      stream, &(Operation){.kind = NODE_FREE, .to = a->address, .argument = a});
+}
+
+// Memory for what the graph allocates, and none for what the last launch left.
+static CUresult memory_launch(CUgraphExec exec, CUstream handle) {
+  Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
+  if (stream && stream->capture) return captured_launch(stream);
+  // Before anything changes: whether the stream may be used.
+  CUresult error = stream_run(handle, &(Operation){.kind = NODE_EVENT});
+  // A launch follows the last one of the graph, in whatever stream that was.
+  if (!error) error = mark_finish(&exec->launched);
+  if (!error) error = stream_finish_frees(stream);
+  for (size_t i = 0; i < exec->operations && !error; i++) {
+    const Operation* o = &exec->operation[i];
+    if (o->kind == NODE_FREE && !o->argument && !graph_memory_is_held(o->to))
+      error = CUDA_ERROR_INVALID_VALUE;
+  }
+  GraphAllocation* left;
+  while (!error && exec->frees_at_launch &&
+         (left = graph_memory_release(exec->memory, 0)))
+    error = post_free(stream, left);
+  if (!error) error = graph_memory_launch(exec->memory, stream);
+  if (error == CUDA_ERROR_OUT_OF_MEMORY && config.streams_behind) {
+    error = finish_device();
+    if (!error) error = graph_memory_launch(exec->memory, stream);
+  }
+  return error;
+}
+
+static CUresult operation_launch(CUstream handle, const Operation* o) {
+  if (o->kind != NODE_FREE || o->argument) return stream_run(handle, o);
+  GraphAllocation* of_another = graph_memory_release(NULL, o->to);
+  return of_another ? post_free(stream_find(handle), of_another) : CUDA_SUCCESS;
+}
+
 static CUresult exec_launch(CUgraphExec exec, CUstream stream) {
   if (!object_is(exec, EXEC)) return CUDA_ERROR_INVALID_VALUE;
+  CUresult error = exec->memory ? memory_launch(exec, stream) : CUDA_SUCCESS;
+  if (error) return error;
   __atomic_fetch_add(&self->graph_launches, 1, __ATOMIC_RELAXED);
-  CUresult error = CUDA_SUCCESS;
   for (size_t i = 0; i < exec->operations && !error; i++)
-    error = stream_run(stream, &exec->operation[i]);
+    error = operation_launch(stream, &exec->operation[i]);
+  if (exec->memory) {
+    const Operation done = {.kind = NODE_DONE, .argument = exec->memory};
+    CUresult failed = operation_post(stream_find(stream), &done);
+    if (!error) error = failed;
+    exec->launched = stream_mark(stream_find(stream));
+  }
   return error;
+}
+
+static CUresult exec_upload(CUgraphExec exec, CUstream stream) {
+  if (!object_is(exec, EXEC)) return CUDA_ERROR_INVALID_VALUE;
+  if (!exec->memory) return CUDA_SUCCESS;
+  return graph_memory_upload(exec->memory, stream_find(stream));
 }
 
 static CUresult graph_destroy(CUgraph graph) {
@@ -109,30 +179,29 @@ EXPORT cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node,
       [NODE_FILL] = cudaGraphNodeTypeMemset,
       [NODE_HOST] = cudaGraphNodeTypeHost,
       [NODE_EVENT] = cudaGraphNodeTypeEventRecord,
-      [NODE_COLLECTIVE] = cudaGraphNodeTypeKernel};
+      [NODE_COLLECTIVE] = cudaGraphNodeTypeKernel,
+      [NODE_ALLOCATE] = cudaGraphNodeTypeMemAlloc,
+      [NODE_FREE] = cudaGraphNodeTypeMemFree};
   *type = types[node->operation.kind];
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
                                         unsigned long long flags) {
-  (void)flags;
   RT_ENTER(0);
-  RT(instantiate(exec, graph));
+  RT(instantiate(exec, graph, flags));
 }
 
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec,
                                                  cudaGraph_t graph,
                                                  unsigned long long flags) {
-  (void)flags;
   RT_ENTER(0);
-  RT(instantiate(exec, graph));
+  RT(instantiate(exec, graph, flags));
 }
 
 EXPORT cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream) {
-  (void)stream;
   RT_ENTER(0);
-  RT(object_is(exec, EXEC) ? 0 : CUDA_ERROR_INVALID_VALUE);
+  RT(exec_upload(exec, stream));
 }
 
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
@@ -143,30 +212,4 @@ EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   RT_ENTER(0);
   RT(exec_launch(exec, stream));
-}
-
-// ---- graph memory nodes are absent, so graphs hold none
-
-EXPORT cudaError_t cudaDeviceGetGraphMemAttribute(
-    int device, enum cudaGraphMemAttributeType attribute, void* value) {
-  (void)device;
-  (void)attribute;
-  RT_ENTER(0);
-  *(uint64_t*)value = 0;
-  return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceSetGraphMemAttribute(
-    int device, enum cudaGraphMemAttributeType attribute, void* value) {
-  (void)device;
-  (void)attribute;
-  (void)value;
-  RT_ENTER(0);
-  return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceGraphMemTrim(int device) {
-  (void)device;
-  RT_ENTER(0);
-  return cudaSuccess;
 }

@@ -33,6 +33,7 @@ void graph_empty(Graph* graph) {
   for (size_t i = 0; i < graph->nodes; i++) free(graph->node[i]);
   free(graph->node);
   kept_release(&graph->kept);
+  graph_memory_drop(graph->memory);
 }
 
 CUresult capture_add(Stream* stream, const Operation* operation) {

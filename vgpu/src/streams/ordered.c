@@ -1,15 +1,56 @@
 // Memory in the order of a stream: what it freed is there again for its own requests,
-// and for those of others where nothing else is left.
+// and for those of others where nothing else is left. In a capture, nodes of its graph.
 #include "memory/memory.h"
 #include "state/context.h"
+#include "state/objects.h"
 #include "state/state.h"
 #include "streams/stream.h"
 
+static bool is_capturing(const Stream* stream) { return stream && stream->capture; }
+
+static CUresult capture_take(CUdeviceptr* address, size_t size, int device,
+                             Stream* stream) {
+  if (!size) return CUDA_ERROR_INVALID_VALUE;
+  GraphAllocation* a;
+  pthread_mutex_lock(&objects_lock);
+  Capture* capture = stream->capture;
+  CUresult error = capture->valid ? graph_memory_add(&capture->graph->memory, device,
+                                                     size, stream, &a)
+                                  : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  if (!error) {
+    *address = a->address;
+    error = capture_add(
+        stream,
+        &(Operation){
+            .kind = NODE_ALLOCATE, .to = a->address, .size = size, .argument = a});
+  }
+  pthread_mutex_unlock(&objects_lock);
+  return error;
+}
+
+static CUresult capture_free(CUdeviceptr address, Stream* stream) {
+  GraphAllocation* own;
+  pthread_mutex_lock(&objects_lock);
+  Capture* capture = stream->capture;
+  CUresult error = capture->valid ? graph_memory_add_free(&capture->graph->memory,
+                                                          address, stream, &own)
+                                  : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  if (error)
+    capture->valid = false;
+  else
+    error = capture_add(
+        stream, &(Operation){.kind = NODE_FREE, .to = address, .argument = own});
+  pthread_mutex_unlock(&objects_lock);
+  return error;
+}
+
 static CUresult take(CUdeviceptr* address, size_t size, CUmemoryPool pool,
                      CUstream handle) {
+  Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
+  if (is_capturing(stream))
+    return capture_take(address, size, pool_device(pool), stream);
   uint64_t start;
-  CUresult error =
-      stream_is(handle) ? stream_finish_frees(stream_find(handle)) : CUDA_SUCCESS;
+  CUresult error = stream_is(handle) ? stream_finish_frees(stream) : CUDA_SUCCESS;
   if (!error) error = pool_take(pool, size, &start);
   if (error == CUDA_ERROR_OUT_OF_MEMORY && config.streams_behind) {
     error = finish_device();
@@ -33,10 +74,12 @@ EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr* address, size_t size,
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
   DRV_ENTER(0);
   Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
-  if (!config.streams_behind || (stream && stream->capture))
-    return memory_free_either(address);
-  if (pool_free_later(address))
-    return operation_post(stream, &(Operation){.kind = NODE_FREE, .to = address});
+  if (is_capturing(stream)) return capture_free(address, stream);
+  GraphAllocation* held = graph_memory_release(NULL, address);
+  if (!held && !config.streams_behind) return memory_free_either(address);
+  if (held || pool_free_later(address))
+    return operation_post(
+        stream, &(Operation){.kind = NODE_FREE, .to = address, .argument = held});
   CUresult error = stream_finish(stream);
   return error ? error : memory_free_either(address);
 }

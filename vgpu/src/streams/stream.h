@@ -1,6 +1,7 @@
 // Streams, events, graphs, and the operations that they are made of.
 #pragma once
 
+#include "memory/graph_memory.h"
 #include "state/captures.h"
 
 typedef enum {
@@ -10,7 +11,9 @@ typedef enum {
   NODE_HOST,
   NODE_EVENT,
   NODE_COLLECTIVE,
-  NODE_FREE,  // never of a graph
+  NODE_ALLOCATE,
+  NODE_FREE,
+  NODE_DONE,  // never of a graph: the end of a launch of one that allocates
 } NodeKind;
 
 typedef struct {
@@ -19,7 +22,7 @@ typedef struct {
   int value_bytes;
   void (*function)(void*);        // of NODE_HOST
   CUresult (*collective)(void*);  // of NODE_COLLECTIVE
-  void* argument;
+  void* argument;  // of those, and what a graph allocates; NULL: `to` is freed
 } Operation;
 
 typedef struct CUgraphNode_st {
@@ -39,6 +42,7 @@ typedef struct CUgraph_st {
   Node** node;
   size_t nodes, room;
   Kept kept;
+  GraphMemory* memory;  // NULL: no node allocates or frees
 } Graph;
 
 struct Work;
