@@ -256,14 +256,11 @@ def test_expandable_segments(tmp_path: Path) -> None:
 
 
 def test_cuda_malloc_async(tmp_path: Path) -> None:
-    """PyTorch's limit is 2**64 bytes at first: no fraction could set that again.
-
-    V1 with graphs is left out: the release's own capture ends in a crash.
-    """
+    """PyTorch's limit is 2**64 bytes at first: no fraction could set that again."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     cases = {
-        "v1": case(False, 0.5, environment=environment, generate=4),
-        "v2": case(True, 0.5, environment=environment, generate=4, **GRAPHS),
+        name: case(v2, 0.5, environment=environment, generate=4, **GRAPHS)
+        for name, v2 in {"v1": False, "v2": True}.items()
     }
     pairs = compared(cases, tmp_path)
     # What the driver caches beside tensors is the engine's, too.
