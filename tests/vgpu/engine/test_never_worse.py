@@ -255,6 +255,20 @@ def test_expandable_segments(tmp_path: Path) -> None:
     assert not any(found.values()), found
 
 
+@pytest.mark.parametrize(
+    "v2", [pytest.param(False, id="v1", marks=full), pytest.param(True, id="v2")]
+)
+def test_a_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
+    own = "bench.scenarios.own_worker."
+    cases = {
+        name: case(v2, 0.5, llm={"worker_cls": own + name}, generate=4, **GRAPHS)
+        for name in ("OwnProfile", "ReadsConsumed")
+    }
+    for name, (_, ours) in compared(cases, tmp_path).items():
+        assert ours["outcome"] == "started", (name, ours)
+        assert ours["tokens"] == [4] * 4
+
+
 def test_cuda_malloc_async(tmp_path: Path) -> None:
     """PyTorch's limit is 2**64 bytes at first: no fraction could set that again."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
