@@ -22,8 +22,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,7 +44,9 @@ MEMORY = "16GiB"  # of the device
 JOBS = 2
 TEST_LIMIT = 1500
 EXPECTED = "tests/vgpu/upstream/expected.toml"
-Processes = queue.Queue[Preloaded]
+Outcomes = Future[dict[str, str]]
+# Waits for a patch's tests; returns what is wrong.
+Finish = Callable[[], list[str]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -59,20 +62,30 @@ def main(args: argparse.Namespace) -> None:
     if unknown:
         raise Problem(f"not in the series: {', '.join(sorted(unknown))}")
     chosen = [p for p in patches if not args.patches or p.name in args.patches]
-    failed = []
+    failed: list[str] = []
     hooks = base.root / "build/hooks"
     with (
         locked(base.root),
         scratch(base.root / "build", "check") as folder,
-        preloaded(base, 0 if args.no_tests else JOBS) as processes,
+        testers(base, 0 if args.no_tests else JOBS) as pool,
     ):
+        waiting: deque[tuple[str, list[str], Finish]] = deque()
+
+        def tell_first() -> None:
+            name, faults, finish = waiting.popleft()
+            faults += finish()
+            print(f"{name}: {'ok' if not faults else ''}", flush=True)
+            for fault in faults:
+                print(f"  {fault}")
+            failed.extend([name] if faults else [])
+
         tree = folder / "vllm"
         git(folder, "clone", "-q", "--shared", "--no-checkout", str(base.tree), "vllm")
         git(tree, "fetch", "-q", "origin", f"{BASE_REF}:{BASE_REF}")
         git(tree, "checkout", "-q", "-b", "check", BASE_REF)
         alone = Alone(base, tree) if args.alone else None
         for patch in patches if alone is None else chosen:
-            faults = []
+            faults, finish = [], no_tests
             if alone:
                 faults = alone.place(patch.stem)
             else:
@@ -87,16 +100,18 @@ def main(args: argparse.Namespace) -> None:
                 if alone:
                     faults += alone.missing(patch.stem, touched)
                 if not args.no_tests:
-                    faults += own_tests(base, tree, touched, folder, processes)
-            print(f"{patch.name}: {'ok' if not faults else ''}", flush=True)
-            for fault in faults:
-                print(f"  {fault}")
-            failed += [patch.name] if faults else []
+                    place = folder / patch.stem
+                    finish = own_tests(base, tree, touched, place, pool)
+            waiting.append((patch.name, faults, finish))
+            while len(waiting) > JOBS:
+                tell_first()
+        while waiting:
+            tell_first()
         if not args.patches and not alone:
             files = sorted(touched_lines(tree, BASE_REF))
             faults = upstream_hooks.run(tree, files, hooks, slow=True)
             if not args.no_tests:
-                faults += series_tests(base, tree, folder, processes)
+                faults += series_tests(base, tree, folder / "series", pool)
             print(*(["the series:", *faults] if faults else []), sep="\n  ")
             failed += ["the series"] if faults else []
     if failed:
@@ -251,74 +266,122 @@ def tests_in(tree: Path, touched: dict[str, set[int]]) -> list[str]:
     ]
 
 
+class Testers:
+    """Processes that run tests, and threads that wait for them."""
+
+    def __init__(self, base: Base, count: int) -> None:
+        self.base = base
+        self.threads = ThreadPoolExecutor(max(count, 1))
+        self.processes = queue.Queue[Preloaded]()
+        for _ in range(count):
+            python = interpreter(base)
+            self.processes.put(Preloaded(python, base.root, MEMORY))
+
+    def run(self, site: Path, tests: list[str], folder: Path, place: Path) -> Outcomes:
+        """Begin to run tests of ``folder`` with the vLLM of ``site``.
+
+        The result: outcome (passed, failed or skipped) by test name; caches and the
+        report lie in ``place``.
+        """
+        return self.threads.submit(self._run, site, tests, folder, place)
+
+    def _run(
+        self, site: Path, tests: list[str], folder: Path, place: Path
+    ) -> dict[str, str]:
+        place.mkdir(exist_ok=True)
+        report, log = place / "report.xml", place / "log"
+        paths = (site, self.base.root, folder / "tests/vllm_test_utils")
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        shelf = self.base.root / "build/kernels"
+        environment = caches.environment(environment, place / "caches", shelf)
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += [f"--junitxml={report}", *tests_by_name(tests)]
+        process = self.processes.get()
+        try:
+            process.run(command, folder, environment, log, TEST_LIMIT)
+        finally:
+            self.processes.put(process)
+        if not report.is_file():
+            raise Problem(f"pytest did not run:\n{log.read_text()[-4000:]}")
+        functions = {test.partition("::")[2] for test in tests}
+        return {
+            name: "failed" if outcome == "error" else outcome
+            for name, outcome in outcomes(report)
+            if outcome == "error" or name.partition("[")[0] in functions
+        }
+
+    def close(self) -> None:
+        self.threads.shutdown(cancel_futures=True)
+        while not self.processes.empty():
+            self.processes.get().close()
+
+
 @contextmanager
-def preloaded(base: Base, count: int) -> Iterator[Processes]:
-    """So many processes that run tests, in the environment of the release.
+def testers(base: Base, count: int) -> Iterator[Testers]:
+    """So many processes, in the environment of the release.
 
     Raises:
         Problem: it is missing.
     """
-    processes: Processes = queue.Queue()
-    started: list[Preloaded] = []
     if count:
         python = interpreter(base)
         # Each tree links to the bytecode of the files that it does not change.
         subprocess.run(
             [python, "-m", "compileall", "-q", f"-j{count}", f"{purelib(python)}/vllm"]
         )
+    pool = Testers(base, count)
     try:
-        for _ in range(count):
-            started.append(Preloaded(python, base.root, MEMORY))
-            processes.put(started[-1])
-        yield processes
+        yield pool
     finally:
-        for process in started:
-            process.close()
+        pool.close()
+
+
+def no_tests() -> list[str]:
+    return []
 
 
 def own_tests(
-    base: Base,
-    tree: Path,
-    touched: dict[str, set[int]],
-    folder: Path,
-    processes: Processes,
-) -> list[str]:
-    """Run the tests whose lines the patch touches, without it and with it."""
+    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path, pool: Testers
+) -> Finish:
+    """Begin to run the tests whose lines the patch touches, without it and with it.
+
+    Returns a function that waits for them, prints the outcomes and returns what is
+    wrong.
+    """
     tests = tests_in(tree, touched)
     if not tests:
-        return ["it touches no test"]
-    prepare(tree, folder)
-    sites = {}
+        return lambda: ["it touches no test"]
+    prepare(tree, folder / "run")
+    ran = {}
     for when in ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
-        sites[when] = overlay(base, tree, folder / f"site {when}")
-    with ThreadPoolExecutor(len(sites)) as pool:
-        ran = pool.map(
-            lambda site: run_tests(base, site, processes, tests, folder, site),
-            sites.values(),
-        )
-        results = dict(zip(sites, ran, strict=True))
-    for site in sites.values():
-        shutil.rmtree(site)
+        site = overlay(base, tree, folder / f"site {when}")
+        ran[when] = pool.run(site, tests, folder / "run", site)
     git(tree, "checkout", "-q", "check")
-    shutil.rmtree(folder / "run")
-    for test, outcome in sorted(results["HEAD"].items()):
-        before = results["HEAD~"].get(test, "not run")
-        print(f"  {test}: {before} without the patch, {outcome} with it")
-    if not results["HEAD"]:
-        return ["none of its tests ran"]
-    faults = unexpected(base, results["HEAD"])
-    if "failed" not in results["HEAD~"].values():
-        faults.append("none of its tests fails without it")
-    return faults
+
+    def finish() -> list[str]:
+        results = {when: future.result() for when, future in ran.items()}
+        shutil.rmtree(folder)
+        for test, outcome in sorted(results["HEAD"].items()):
+            before = results["HEAD~"].get(test, "not run")
+            print(f"  {test}: {before} without the patch, {outcome} with it")
+        if not results["HEAD"]:
+            return ["none of its tests ran"]
+        faults = unexpected(base, results["HEAD"])
+        if "failed" not in results["HEAD~"].values():
+            faults.append("none of its tests fails without it")
+        return faults
+
+    return finish
 
 
-def series_tests(
-    base: Base, tree: Path, folder: Path, processes: Processes
-) -> list[str]:
+def series_tests(base: Base, tree: Path, folder: Path, pool: Testers) -> list[str]:
     """Run all tests that the series touches, with all of it: no topic breaks those of
     another."""
-    prepare(tree, folder)
+    prepare(tree, folder / "run")
     site = overlay(base, tree, folder / "site")
     parts: dict[tuple[Path, int], list[str]] = {}
     for number, test in enumerate(tests_in(tree, touched_lines(tree, BASE_REF))):
@@ -326,22 +389,18 @@ def series_tests(
         parts.setdefault((folder_of, number % 2), []).append(test)
     # Processes for each directory, as upstream's jobs have, of every other test: the
     # largest would take longer than all the others. It comes first.
-    chosen = sorted(parts.values(), key=len, reverse=True)
-    places = [folder / f"part {number}" for number in range(len(chosen))]
-    with ThreadPoolExecutor(JOBS) as pool:
-        ran = pool.map(
-            lambda part, place: run_tests(base, site, processes, part, folder, place),
-            chosen,
-            places,
-        )
-        results = {test: outcome for part in ran for test, outcome in part.items()}
+    ran = [
+        pool.run(site, part, folder / "run", folder / f"part {number}")
+        for number, part in enumerate(sorted(parts.values(), key=len, reverse=True))
+    ]
+    results = {test: outcome for r in ran for test, outcome in r.result().items()}
     return [f"with the whole series, {fault}" for fault in unexpected(base, results)]
 
 
 def prepare(tree: Path, folder: Path) -> None:
-    """Put the tests of ``tree`` below ``folder``."""
-    shutil.copytree(tree / "tests", folder / "run/tests")
-    shutil.copy2(tree / "pyproject.toml", folder / "run")
+    """Put the tests of ``tree`` into ``folder``."""
+    shutil.copytree(tree / "tests", folder / "tests")
+    shutil.copy2(tree / "pyproject.toml", folder)
 
 
 def interpreter(base: Base) -> Path:
@@ -382,44 +441,6 @@ def overlay(base: Base, tree: Path, site: Path) -> Path:
             (site / name).parent.mkdir(parents=True, exist_ok=True)
             (site / name).write_bytes(content)
     return site
-
-
-def run_tests(
-    base: Base,
-    site: Path,
-    processes: Processes,
-    tests: list[str],
-    folder: Path,
-    place: Path,
-) -> dict[str, str]:
-    """Outcome (passed, failed or skipped) by test name; caches and the report lie in
-    ``place``."""
-    place.mkdir(exist_ok=True)
-    report, log = place / "report.xml", place / "log"
-    paths = (site, base.root, folder / "run/tests/vllm_test_utils")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    shelf = base.root / "build/kernels"
-    environment = caches.environment(environment, place / "caches", shelf)
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    process = processes.get()
-    try:
-        process.run(
-            [*command, *tests_by_name(tests)],
-            folder / "run", environment, log, TEST_LIMIT,
-        )  # fmt: skip
-    finally:
-        processes.put(process)
-    if not report.is_file():
-        raise Problem(f"pytest did not run:\n{log.read_text()[-4000:]}")
-    functions = {test.partition("::")[2] for test in tests}
-    return {
-        name: "failed" if outcome == "error" else outcome
-        for name, outcome in outcomes(report)
-        if outcome == "error" or name.partition("[")[0] in functions
-    }
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

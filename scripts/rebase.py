@@ -13,7 +13,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.check import JOBS, own_tests, preloaded, touched_lines
+from scripts.check import JOBS, own_tests, testers, touched_lines
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
 from scripts.release import Base
@@ -126,13 +126,13 @@ def unpatched_tests(base: Base, tree: Path) -> None:
             f"(requirements/vllm-{base.version}.txt, 'make {environment}/ready')."
         )
         return
-    with preloaded(base, JOBS) as processes:
+    with testers(base, JOBS) as pool:
         for commit in git(tree, "rev-list", "--reverse", f"{BASE_REF}..HEAD").split():
             git(tree, "checkout", "-q", "-B", "check", commit)
             print(git(tree, "show", "-s", "--format=%s").strip())
             touched = touched_lines(tree)
             with scratch(tree.parent, "tests") as folder:
-                for fault in own_tests(base, tree, touched, folder, processes):
+                for fault in own_tests(base, tree, touched, folder / "own", pool)():
                     print(f"  {fault}")
 
 
