@@ -14,7 +14,8 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
-  bench-start bench-extensible bench-release bench-first-start bench-rank-fails bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
+  bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
+  bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
