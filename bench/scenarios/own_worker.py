@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_worker import (
 class OwnProfile(Worker):
     """It profiles for itself, with what the release's module has."""
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def determine_available_memory(self) -> int:
         now = MemorySnapshot(device=self.device)
         assert request_memory(now, self.cache_config) == self.requested_memory
