@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.rank_fails import PHASES
 from tests.vgpu.engine.harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
@@ -150,16 +151,6 @@ def check_ended(result: dict[str, Any]) -> None:
     assert not result["left"] and not result["left_shared"], result
 
 
-PHASES = (
-    "init_device",
-    "load_model",
-    "profile",
-    "profile_graphs",
-    "kv_cache",
-    "warm_up",
-    "capture",
-    "execute_model",
-)
 # Each rank in turn; some of it in every run.
 AT_RANKS = pytest.mark.parametrize(
     ("rank", "phases"),
