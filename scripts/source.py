@@ -99,6 +99,8 @@ def start(base: Base, tree: Path, clone: Path | None) -> None:
         # A user without a git identity needs one to commit here.
         for key, value in zip(("user.name", "user.email"), IDENTITY, strict=True):
             git(tree, "config", key, value)
+    # Rebasing keeps a line of a message that begins with the number of an issue.
+    git(tree, "config", "core.commentChar", ";")
     # Amending or rebasing a commit keeps the name of its patch file.
     git(tree, "config", "notes.rewriteRef", NAMES_REF)
 
