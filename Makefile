@@ -12,7 +12,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
   bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
@@ -67,6 +67,9 @@ topics-page: .venv/ready  ## patches/README.md's tables, from topics.toml
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,scripts.check)
 
+check-quick: source vgpu  ## of the tests without a patch only until one fails
+	@$(call RUN,scripts.check) --first-failure
+
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else
 	@$(call SHIP,scripts.verify) $(WHEEL)
 
@@ -81,7 +84,7 @@ envelope: wheel
 test: vgpu envelope overlay  ## what shows that it works, in minutes
 	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
 
-test-all: vgpu envelope overlay ray check  ## everything
+test-all: vgpu envelope overlay ray check-quick  ## everything
 	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
 	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER) starts@$(OLDER)
 

@@ -52,6 +52,11 @@ Finish = Callable[[], list[str]]
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tests", action="store_true", help="lint only")
     parser.add_argument("--alone", action="store_true", help="with what it needs only")
+    parser.add_argument(
+        "--first-failure",
+        action="store_true",
+        help="without a patch, its tests only until one fails",
+    )
     parser.add_argument("patches", nargs="*", help="only these (default: all)")
 
 
@@ -67,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     with (
         locked(base.root),
         scratch(base.root / "build", "check") as folder,
-        testers(base, 0 if args.no_tests else JOBS) as pool,
+        testers(base, 0 if args.no_tests else JOBS, args.first_failure) as pool,
     ):
         waiting: deque[tuple[str, list[str], Finish]] = deque()
 
@@ -269,24 +274,32 @@ def tests_in(tree: Path, touched: dict[str, set[int]]) -> list[str]:
 class Testers:
     """Processes that run tests, and threads that wait for them."""
 
-    def __init__(self, base: Base, count: int) -> None:
+    def __init__(self, base: Base, count: int, first_failure: bool) -> None:
         self.base = base
+        self.first_failure = first_failure
         self.threads = ThreadPoolExecutor(max(count, 1))
         self.processes = queue.Queue[Preloaded]()
         for _ in range(count):
             python = interpreter(base)
             self.processes.put(Preloaded(python, base.root, MEMORY))
 
-    def run(self, site: Path, tests: list[str], folder: Path, place: Path) -> Outcomes:
+    def run(
+        self, site: Path, tests: list[str], folder: Path, place: Path, *options: str
+    ) -> Outcomes:
         """Begin to run tests of ``folder`` with the vLLM of ``site``.
 
         The result: outcome (passed, failed or skipped) by test name; caches and the
-        report lie in ``place``.
+        report lie in ``place``. ``options`` are pytest's.
         """
-        return self.threads.submit(self._run, site, tests, folder, place)
+        return self.threads.submit(self._run, site, tests, folder, place, options)
 
     def _run(
-        self, site: Path, tests: list[str], folder: Path, place: Path
+        self,
+        site: Path,
+        tests: list[str],
+        folder: Path,
+        place: Path,
+        options: tuple[str, ...],
     ) -> dict[str, str]:
         place.mkdir(exist_ok=True)
         report, log = place / "report.xml", place / "log"
@@ -297,7 +310,7 @@ class Testers:
         }
         shelf = self.base.root / "build/kernels"
         environment = caches.environment(environment, place / "caches", shelf)
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
         command += [f"--junitxml={report}", *tests_by_name(tests)]
         process = self.processes.get()
         try:
@@ -320,8 +333,9 @@ class Testers:
 
 
 @contextmanager
-def testers(base: Base, count: int) -> Iterator[Testers]:
-    """So many processes, in the environment of the release.
+def testers(base: Base, count: int, first_failure: bool = False) -> Iterator[Testers]:
+    """So many processes, in the environment of the release. ``first_failure``: tests
+    that run without their patch end with the first that fails.
 
     Raises:
         Problem: it is missing.
@@ -332,7 +346,7 @@ def testers(base: Base, count: int) -> Iterator[Testers]:
         subprocess.run(
             [python, "-m", "compileall", "-q", f"-j{count}", f"{purelib(python)}/vllm"]
         )
-    pool = Testers(base, count)
+    pool = Testers(base, count, first_failure)
     try:
         yield pool
     finally:
@@ -359,7 +373,8 @@ def own_tests(
     for when in ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
         site = overlay(base, tree, folder / f"site {when}")
-        ran[when] = pool.run(site, tests, folder / "run", site)
+        until = ["-x"] if pool.first_failure and when == "HEAD~" else []
+        ran[when] = pool.run(site, tests, folder / "run", site, *until)
     git(tree, "checkout", "-q", "check")
 
     def finish() -> list[str]:
