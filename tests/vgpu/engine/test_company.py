@@ -57,7 +57,7 @@ def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
     """What the first engine caches leaves memory for it, though nothing limits that."""
     result = run(
         "two_engines",
-        {"steps": 100},
+        {"steps": 40},
         vllm=vllm,
         device={"memory": "32GiB"},
         hooks=HOOKS,

@@ -76,7 +76,9 @@ ENGINES = (
 
 def marks(engine: tuple[str, bool], graphs: bool) -> list[pytest.MarkDecorator]:
     if graphs:
-        return [] if engine in (("dense", True), ("draft", True)) else [full]
+        if engine in (("dense", True), ("draft", True)):
+            return []
+        return [full] if engine[1] else [long]
     # Without graphs nothing is profiled twice, and little can differ.
     return [full] if engine[0] in ("dense", "draft") else [long]
 
@@ -139,8 +141,9 @@ def test_graphs_that_cost_more_than_they_say(
     assert 0 <= extended["report"]["left"] < LOST
 
 
-@full
-@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
+    "v2", [pytest.param(False, marks=long), pytest.param(True, marks=full)]
+)
 def test_nearly_all_of_the_device(v2: bool, tmp_path: Path) -> None:
     """Blocks of a hybrid are zeroed before they are used, by their size: it is that of
     the addresses, whatever part of them is mapped."""

@@ -103,11 +103,11 @@ def test_official_has_less(name: str, v2: bool, tmp_path: Path) -> None:
         pytest.param("experts", False, marks=long),
         pytest.param("draft", True, marks=full),
         pytest.param("draft", False, marks=long),
-        pytest.param("vision", False, marks=full),
+        pytest.param("vision", False, marks=long),
         pytest.param("vision", True, marks=full),
-        pytest.param("hybrid", False, marks=full),
+        pytest.param("hybrid", False, marks=long),
         pytest.param("hybrid", True, marks=full),
-        pytest.param("traced", True, marks=full),
+        pytest.param("traced", True, marks=long),
         pytest.param("traced", False, marks=long),
     ],
 )
@@ -131,8 +131,10 @@ def test_what_stays_is_counted(name: str, tmp_path: Path) -> None:
     assert cold["kv"] + outside[0] == warm["kv"] + outside[1]
 
 
-@full
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    "v2",
+    [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2", marks=full)],
+)
 def test_compiling_in_too_little_is_told(v2: bool, tmp_path: Path) -> None:
     """One start with more is enough, as the error says."""
     device: dict[str, object] = {"memory": 2560 * MIB}

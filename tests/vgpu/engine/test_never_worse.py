@@ -20,7 +20,7 @@ DEVICE: dict[str, object] = {"memory": 8 * GIB}
 # release takes without counting: cuBLAS's workspaces (32 MiB), block tables.
 LESS = (64 + 32 + 4) * MIB
 ROW = 4 * 128  # bytes that the sampler keeps of each token, for as many sequences
-full = pytest.mark.full
+full, long = pytest.mark.full, pytest.mark.long
 V1 = pytest.param(False, id="v1", marks=full)
 V2 = pytest.param(True, id="v2")
 
@@ -99,7 +99,7 @@ TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
     [
         pytest.param(False, ["tensors", "asleep 1"], id="v1"),
         pytest.param(True, ["tensors", "awake", "asleep 2", "tactic"], id="v2"),
-        pytest.param(False, ["awake", "asleep 2", "tactic"], id="v1, all", marks=full),
+        pytest.param(False, ["awake", "asleep 2", "tactic"], id="v1, all", marks=long),
         pytest.param(True, ["asleep 1"], id="v2, all", marks=full),
     ],
 )

@@ -31,13 +31,16 @@ def newer(why: str) -> pytest.MarkDecorator:
 
 
 NOT_CARRIED_OVER = newer("0.26.0 has only what loading in the pool takes")
-cases = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=pytest.mark.topic if c == "experts" else pytest.mark.full)
-        for c in CASES
-    ],
-)
+
+
+def cases(of_every_run: tuple[str, ...]) -> pytest.MarkDecorator:
+    """The others take too long."""
+    marks = dict.fromkeys(CASES, pytest.mark.long)
+    marks |= dict.fromkeys(of_every_run, pytest.mark.full)
+    marks["experts"] = pytest.mark.topic
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, marks=mark) for c, mark in marks.items()]
+    )
 
 
 def load(case: str, vllm: str, memory: int | str, folder: Path) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def ample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ample")
 
 
-@cases
+@cases(("churn",))
 def test_official_loads_only_with_memory_to_spare(
     case: str, ample: Path, tmp_path: Path
 ) -> None:
@@ -74,7 +77,7 @@ def test_official_loads_only_with_memory_to_spare(
         assert "CUDA out of memory" in result["error"]
 
 
-@cases
+@cases(("churn", "growing", "nvfp4"))
 def test_envelope_loads_in_five_percent_more_than_tensors_hold(
     case: str, ample: Path, tmp_path: Path
 ) -> None:
@@ -95,7 +98,7 @@ def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("sequences", [100, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sequences", [100, pytest.param(400, marks=pytest.mark.long)])
 def test_envelope_allocator_agrees_with_the_driver(
     sequences: int, tmp_path: Path
 ) -> None:
@@ -122,7 +125,7 @@ def test_envelope_allocator_agrees_with_the_driver(
 def test_updating_weights_ends_where_it_began(
     level: int, v2: bool, tmp_path: Path
 ) -> None:
-    case = {"rounds": 100, "level": level, "v2": v2}
+    case = {"rounds": 25, "level": level, "v2": v2}
     device = {"memory": "4GiB"}
     result = run(
         "reload", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
@@ -130,7 +133,7 @@ def test_updating_weights_ends_where_it_began(
     before, rounds = result["before"], result["rounds"]
     asleep = rounds[0]["asleep"]
     assert asleep < before["awake"] // 4
-    assert rounds == 100 * [before | {"asleep": asleep}]
+    assert rounds == 25 * [before | {"asleep": asleep}]
     assert result["reloaded"]
 
 
