@@ -15,13 +15,10 @@ import threading
 import traceback
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from .launch import library
 
 JIT = "triton.runtime.jit"
 ILLEGAL_ADDRESS, LAUNCH_FAILED = 700, 719
@@ -54,7 +51,7 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Adapts Triton when it is imported."""
 
     def find_spec(
@@ -155,6 +152,8 @@ class _Launch:
 
 def _compute_next(function: Any, number: int | None) -> bool:
     """Says what this thread's next launch computes; whether one took the last."""
+    from .launch import library  # each process of the run imports this module
+
     set_next = library().vgpu_compute
     set_next.argtypes = [_Function, ctypes.c_void_p]
     return bool(set_next(function, number))
