@@ -209,10 +209,19 @@ RUN_KEYS = (
     "inject",
     "moves",
     "hooks",
+    "interpret",
 )
 INJECT_KEYS = ("call", "device", "nth", "over", "times", "error")
 MOVE_KEYS = ("device", "bytes", "at_allocation", "at_phase")
-HOOK_KEYS = ("kernel", "argument", "bytes", "value", "value_bytes", "count_argument")
+HOOK_KEYS = (
+    "kernel",
+    "argument",
+    "bytes",
+    "value",
+    "value_bytes",
+    "value_argument",
+    "count_argument",
+)
 
 
 def _check_keys(given: Mapping[str, object], known: Sequence[str], where: str) -> None:
@@ -299,7 +308,7 @@ class Configuration:
             for key, value in device.items():
                 value = int(value) if isinstance(value, bool) else value
                 out.append(f"{i}.{key} {value}")
-        for key in ("nvml_error", "inject", "move", "hook"):
+        for key in ("nvml_error", "inject", "move", "hook", "interpret"):
             out += [f"{key}.{i} {line}" for i, line in enumerate(self.run[key])]
         return "\n".join(out) + "\n"
 
@@ -408,10 +417,19 @@ def _hooks(entries: Sequence[object]) -> list[str]:
         size = parse_size(e.get("bytes", value_bytes), "hooks.bytes")
         value = int(e.get("value", 0)) & (2 ** (8 * value_bytes) - 1)
         argument = _integer(e["argument"], "hooks.argument")
+        value_from = int(e.get("value_argument", -1))
         count = int(e.get("count_argument", -1))
         kernel = _line(e["kernel"], "hooks.kernel")
-        lines.append(f"{kernel} {argument} {size} {value} {value_bytes} {count}")
+        lines.append(
+            f"{kernel} {argument} {size} {value} {value_bytes} {value_from} {count}"
+        )
     return lines
+
+
+def _names(patterns: object, key: str) -> list[str]:
+    if not isinstance(patterns, list):
+        raise VgpuError(f"{key}: a list of patterns is needed, not {patterns!r}")
+    return [_line(pattern, key) for pattern in patterns]
 
 
 def _table(values: Mapping[str, Any], key: str) -> list[object]:
@@ -474,6 +492,7 @@ def resolve(values: Mapping[str, Any]) -> Configuration:
         "inject": _inject(_table(values, "inject")),
         "move": _moves(_table(values, "moves"), count),
         "hook": _hooks(_table(values, "hooks")),
+        "interpret": _names(values.get("interpret", []), "interpret"),
     }
     for key in ("timeline", "report"):
         if values.get(key):

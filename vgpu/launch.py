@@ -84,10 +84,13 @@ def environment(
     result["VGPU_UNIFIED"] = str(
         int(any(d["integrated"] for d in configuration.devices))
     )
-    package = str(Path(__file__).resolve().parent.parent)
+    package = Path(__file__).resolve().parent
     paths = [p for p in result.get("PYTHONPATH", "").split(":") if p]
-    if package not in paths:
-        result["PYTHONPATH"] = ":".join([*paths, package])
+    if str(package.parent) not in paths:
+        paths.append(str(package.parent))
+    if configuration.run["interpret"]:
+        paths.insert(0, str(package / "startup"))
+    result["PYTHONPATH"] = ":".join(paths)
     return result
 
 

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import launch
+from . import interpret, launch
 from .config import Configuration
 from .errors import VgpuError
 
@@ -158,6 +158,7 @@ def _become(
         os.environ.clear()
         os.environ.update(added | order["environment"] | changed)
         os.chdir(order["folder"])
+        interpret.install()
         # Thawing would thaw imported objects, too: each collection would visit them.
         gc.freeze = gc.unfreeze = lambda: None
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

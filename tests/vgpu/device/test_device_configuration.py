@@ -45,6 +45,8 @@ BAD = {
     'moves=[{bytes="1GiB"}]': "one of at_allocation and at_phase",
     'moves=[{bytes="1GiB", at_phase="x", device=4}]': "there is no device 4",
     'hooks=[{kernel="x"}]': "argument is needed",
+    'interpret="x"': "interpret: a list of patterns is needed",
+    "interpret=[1]": "interpret: one line of text is needed",
     "timeline=/nowhere/at/all": "the folder /nowhere/at does not exist",
     "memory": "write KEY=VALUE",
 }

@@ -205,6 +205,15 @@ def test_a_kernel_hook_writes_through_an_argument() -> None:
     assert launch_with_argument() == one * 3 + bytes(4)
 
 
+@pytest.mark.vgpu(
+    memory="1GiB",
+    hooks=[{"kernel": "_count_*", "argument": 0, "value_argument": 1, "bytes": 8}],
+)
+def test_a_kernel_hook_writes_the_value_of_an_argument() -> None:
+    three = (3).to_bytes(4, "little")
+    assert launch_with_argument() == three * 2 + bytes(8)
+
+
 def launch_with_argument() -> bytes:
     gpu = Cuda()
     _, address = gpu.malloc(G)

@@ -21,6 +21,7 @@ from vgpu.server import Server
 
 ROOT = Path(__file__).resolve().parents[3]
 HOOKS = (ROOT / "bench/scenarios/hooks.toml").read_text()
+COUNTS = (ROOT / "bench/scenarios/counts.toml").read_text()
 # The official release is installed; ours is put before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}

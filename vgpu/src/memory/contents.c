@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "memory/memory.h"
+#include "state/config.h"
 #include "state/context.h"
 
 typedef struct {
@@ -130,4 +131,42 @@ bool memory_is_zero(uint64_t from, uint64_t size) {
   }
   pthread_mutex_unlock(&memory_lock);
   return known;
+}
+
+// The contiguous memory at an address that a kernel may touch.
+static bool span_of_kernel(uint64_t address, bool write, Span* span) {
+  if (is_device_address(address)) return span_at(address, UINT64_MAX, write, span);
+  Range* r = ranges_at(&host_blocks, address);
+  if (r) *span = (Span){(char*)address, r->start + r->size - address, NULL};
+  return r;
+}
+
+// For kernels that the host computes: replaces addresses of elements by those where the
+// host finds them. Returns how many are not mapped, and takes those out of `wanted`;
+// -1: that is an error, as in a copy.
+EXPORT int64_t vgpu_host_addresses(uint64_t* address, bool* wanted, uint64_t n,
+                                   int write) {
+  Span span = {0};
+  uint64_t start = 0;
+  int64_t missing = 0;
+  pthread_mutex_lock(&memory_lock);
+  for (uint64_t i = 0; i < n && missing >= 0; i++) {
+    if (!wanted[i]) continue;
+    if (address[i] - start >= span.size) {
+      start = address[i];
+      if (!span_of_kernel(start, write, &span)) span = (Span){0};
+      if (write && span.physical) span.physical->written = true;
+    }
+    if (span.size) {
+      address[i] = (uint64_t)span.start + (address[i] - start);
+    } else if (config.strict) {
+      illegal(address[i], 1, "not mapped for a kernel");
+      missing = -1;
+    } else {
+      wanted[i] = false;
+      missing++;
+    }
+  }
+  pthread_mutex_unlock(&memory_lock);
+  return missing;
 }

@@ -199,7 +199,7 @@ ncclResult_t batch_launch(Batch* b) {
     batch_free(b);
     return connected;
   }
-  Operation o = {.kind = NODE_COLLECTIVE, .collective = collective_do, .argument = b};
+  Operation o = {.kind = NODE_COLLECTIVE, .call = collective_do, .argument = b};
   CUresult error = stream_run(b->task[0].stream, &o);
   ncclResult_t result = b->done ? b->result : nccl_cuda(error);
   if (b->done || error) {

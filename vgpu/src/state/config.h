@@ -48,6 +48,7 @@ typedef struct {
   uint64_t bytes;
   uint64_t value;
   int value_bytes;
+  int value_argument;  // -1: `value` as given
   int count_argument;  // -1: `bytes` as given; else an int32 argument times it
 } Hook;
 

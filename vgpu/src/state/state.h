@@ -43,7 +43,7 @@ typedef struct {
   uint32_t contexts;             // a bit for each device that it has one on
   uint32_t hosts;                // whose plain memory it takes, if they are integrated
   uint64_t pinned, pinned_peak;  // bytes of host memory
-  uint64_t kernels, graph_launches;
+  uint64_t kernels, computed, graph_launches;
   uint32_t fired[MAX_RULES];
   uint32_t calls[MAX_CALLS];
   char late_call[MAX_LATE_CALLS][NAME_BYTES];

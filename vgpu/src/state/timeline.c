@@ -123,8 +123,10 @@ void report_write(Process* process) {
             text.text);
   if (!config.report[0]) return;
   text.n = 0;
-  put(&text, "{\"pid\": %d, \"kernels\": %lu, \"graph_launches\": %lu, \"devices\": [",
-      process->pid, process->kernels, process->graph_launches);
+  put(&text,
+      "{\"pid\": %d, \"kernels\": %lu, \"computed\": %lu, \"graph_launches\": %lu, "
+      "\"devices\": [",
+      process->pid, process->kernels, process->computed, process->graph_launches);
   for (int d = 0; d < config.devices; d++)
     put(&text,
         "%s{\"used\": %lu, \"peak\": %lu, \"device_used\": %lu, \"device_peak\": %lu, "

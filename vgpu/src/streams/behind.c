@@ -56,7 +56,7 @@ CUresult operation_do(const Operation* o) {
       o->function(o->argument);
       return CUDA_SUCCESS;
     case NODE_COLLECTIVE:
-      return o->collective(o->argument);
+      return o->call(o->argument);
     case NODE_ALLOCATE:
       return graph_allocation_map(o->argument);
     case NODE_FREE:
@@ -66,7 +66,8 @@ CUresult operation_do(const Operation* o) {
       return graph_memory_done(o->argument);
     case NODE_KERNEL:
       if (self) __atomic_fetch_add(&self->kernels, 1, __ATOMIC_RELAXED);
-      return CUDA_SUCCESS;
+      if (self && o->call) __atomic_fetch_add(&self->computed, 1, __ATOMIC_RELAXED);
+      return o->call ? o->call(o->argument) : CUDA_SUCCESS;
     default:
       return CUDA_SUCCESS;
   }
@@ -134,8 +135,8 @@ static void wait_for_blocking(void* object, void* data) {
 
 CUresult operation_post(Stream* given, const Operation* o) {
   if (!config.streams_behind) return operation_do(o);
-  bool now = o->kind == NODE_COLLECTIVE ||
-             (o->kind == NODE_COPY && (is_pageable(o->to) || is_pageable(o->from)));
+  bool now =
+      o->call || (o->kind == NODE_COPY && (is_pageable(o->to) || is_pageable(o->from)));
   CUresult error = CUDA_SUCCESS;
   pthread_mutex_lock(&lock);
   Stream* stream = queue_of(given);
@@ -154,7 +155,7 @@ CUresult operation_post(Stream* given, const Operation* o) {
     add(stream, (Work){.operation = *o});
   if (o->kind == NODE_FREE && !now) stream->freed = stream->given;
   pthread_mutex_unlock(&lock);
-  // Not under the lock: a collective waits for its peers.
+  // Not under the lock: a collective waits for its peers, what computes for Python.
   return error || !now ? error : operation_do(o);
 }
 

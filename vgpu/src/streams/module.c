@@ -1,5 +1,6 @@
-// Modules, kernels and their launches. A kernel does nothing; a hook, when the
-// configuration has one for its name, writes a value through an argument.
+// Modules, kernels and their launches. A kernel does nothing, unless the program says
+// what it computes; a hook, when the configuration has one for its name, writes a value
+// through an argument.
 #include <fnmatch.h>
 #include <stdlib.h>
 #include <string.h>
@@ -137,12 +138,14 @@ static const char* kernel_name(const void* kernel) {
 }
 
 static CUresult run_hook(const Hook* hook, void** arguments, void* stream) {
-  uint64_t n = hook->bytes / hook->value_bytes;
+  uint64_t n = hook->bytes / hook->value_bytes, value = hook->value;
+  if (hook->value_argument >= 0)
+    memcpy(&value, arguments[hook->value_argument], hook->value_bytes);
   if (hook->count_argument >= 0) n *= *(const uint32_t*)arguments[hook->count_argument];
   return stream_run(stream, &(Operation){.kind = NODE_FILL,
                                          .to = *(uint64_t*)arguments[hook->argument],
                                          .size = n,
-                                         .value = hook->value,
+                                         .value = value,
                                          .value_bytes = hook->value_bytes});
 }
 
@@ -167,10 +170,27 @@ static CUresult kernel_load(const void* kernel) {
   return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+// What the next launch computes.
+static __thread struct {
+  CUresult (*call)(void*);
+  void* argument;
+} next;
+
+// Whether a launch took the last one.
+EXPORT int vgpu_compute(CUresult (*call)(void*), void* argument) {
+  bool taken = !next.call;
+  next.call = call;
+  next.argument = argument;
+  return taken;
+}
+
 static CUresult kernel_launch(const void* kernel, void** arguments, void* stream) {
   CUresult error = kernel_load(kernel);
   if (error) return error;
-  error = stream_run(stream, &(Operation){.kind = NODE_KERNEL});
+  const Operation run = {
+      .kind = NODE_KERNEL, .call = next.call, .argument = next.argument};
+  next.call = NULL;
+  error = stream_run(stream, &run);
   if (!config.hooks || !arguments) return error;
   const char* name = kernel_name(kernel);
   for (int i = 0; name && i < config.hooks && !error; i++)

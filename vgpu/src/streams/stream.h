@@ -20,9 +20,9 @@ typedef struct {
   NodeKind kind;
   uint64_t to, from, size, value;
   int value_bytes;
-  void (*function)(void*);        // of NODE_HOST
-  CUresult (*collective)(void*);  // of NODE_COLLECTIVE
-  void* argument;  // of those, and what a graph allocates; NULL: `to` is freed
+  void (*function)(void*);  // of NODE_HOST
+  CUresult (*call)(void*);  // of NODE_COLLECTIVE, and of a kernel that computes
+  void* argument;           // of those, and what a graph allocates; NULL: `to` is freed
 } Operation;
 
 typedef struct CUgraphNode_st {
