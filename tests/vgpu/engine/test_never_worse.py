@@ -302,8 +302,10 @@ def test_experts_without_graphs(tmp_path: Path) -> None:
     assert not any(official["within"] for official, _ in pairs.values())
 
 
-@full
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    "v2",
+    [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2", marks=full)],
+)
 def test_what_the_user_chose_is_not_refused(v2: bool, tmp_path: Path) -> None:
     """Graphs that the user leaves out of the estimate, and more blocks than fit: the
     engine takes more than was requested, as configured."""
@@ -347,9 +349,9 @@ BATCHES: dict[str, dict[str, Any]] = {
     [
         ("dense", True),
         pytest.param("experts", True, marks=full),
-        pytest.param("hybrid", False, marks=full),
+        pytest.param("hybrid", False, marks=long),
         pytest.param("hybrid", True, marks=full),
-        ("hybrid in half", False),
+        pytest.param("hybrid in half", False, marks=full),
         pytest.param("vision", False, marks=full),
         pytest.param("draft", True, marks=full),
     ],

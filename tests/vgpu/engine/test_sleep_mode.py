@@ -77,7 +77,7 @@ def test_official_loads_only_with_memory_to_spare(
         assert "CUDA out of memory" in result["error"]
 
 
-@cases(("churn", "growing", "nvfp4"))
+@cases(("churn", "growing"))
 def test_envelope_loads_in_five_percent_more_than_tensors_hold(
     case: str, ample: Path, tmp_path: Path
 ) -> None:
