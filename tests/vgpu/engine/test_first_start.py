@@ -81,7 +81,7 @@ def cold_and_warm(
     [
         ("dense", True),
         pytest.param("hybrid", False, marks=full),
-        pytest.param("vision", False, marks=full),
+        pytest.param("vision", False, marks=long),
         pytest.param("experts", True, marks=long),
         pytest.param("draft", True, marks=long),
     ],
@@ -99,12 +99,12 @@ def test_official_has_less(name: str, v2: bool, tmp_path: Path) -> None:
     [
         ("dense", True),
         pytest.param("dense", False, marks=full),
-        pytest.param("experts", True, marks=full),
+        pytest.param("experts", True, marks=long),
         pytest.param("experts", False, marks=long),
         pytest.param("draft", True, marks=full),
         pytest.param("draft", False, marks=long),
         pytest.param("vision", False, marks=long),
-        pytest.param("vision", True, marks=full),
+        pytest.param("vision", True, marks=long),
         pytest.param("hybrid", False, marks=long),
         pytest.param("hybrid", True, marks=full),
         pytest.param("traced", True, marks=long),
@@ -118,8 +118,9 @@ def test_first_start_has_the_kv_cache_of_the_second(
     assert cold["blocks"] == warm["blocks"] and cold["kv"] == warm["kv"]
 
 
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-@full
+@pytest.mark.parametrize(
+    "name", [pytest.param("dense", marks=full), pytest.param("hybrid", marks=long)]
+)
 def test_what_stays_is_counted(name: str, tmp_path: Path) -> None:
     """Loaded modules: rejected kernels stay loaded, and a compiled model that is read
     from the cache has some kernels twice."""

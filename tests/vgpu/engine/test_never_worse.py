@@ -349,9 +349,9 @@ BATCHES: dict[str, dict[str, Any]] = {
     [
         ("dense", True),
         pytest.param("experts", True, marks=full),
-        pytest.param("hybrid", False, marks=long),
+        pytest.param("hybrid", False, marks=full),
         pytest.param("hybrid", True, marks=full),
-        pytest.param("hybrid in half", False, marks=full),
+        pytest.param("hybrid in half", False, marks=long),
         pytest.param("vision", False, marks=full),
         pytest.param("draft", True, marks=full),
     ],

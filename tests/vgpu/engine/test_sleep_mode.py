@@ -117,8 +117,8 @@ def test_envelope_allocator_agrees_with_the_driver(
     ("level", "v2"),
     [
         pytest.param(1, False, marks=pytest.mark.full),
-        pytest.param(1, True, marks=pytest.mark.full),
-        pytest.param(2, False, marks=pytest.mark.full),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
         (2, True),
     ],
 )
