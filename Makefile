@@ -67,7 +67,7 @@ topics-page: .venv/ready  ## patches/README.md's tables, from topics.toml
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,scripts.check)
 
-check-quick: source vgpu  ## of the tests without a patch only until one fails
+check-quick: source vgpu  ## the same, but its tests run with the whole series only
 	@$(call RUN,scripts.check) --first-failure
 
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else

@@ -55,7 +55,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-failure",
         action="store_true",
-        help="without a patch, its tests only until one fails",
+        help="without a patch, its tests only until one fails; with it, only on the "
+        "whole series",
     )
     parser.add_argument("patches", nargs="*", help="only these (default: all)")
 
@@ -72,7 +73,11 @@ def main(args: argparse.Namespace) -> None:
     with (
         locked(base.root),
         scratch(base.root / "build", "check") as folder,
-        testers(base, 0 if args.no_tests else JOBS, args.first_failure) as pool,
+        testers(
+            base,
+            0 if args.no_tests else JOBS,
+            args.first_failure and not args.patches,
+        ) as pool,
     ):
         waiting: deque[tuple[str, list[str], Finish]] = deque()
 
@@ -334,8 +339,8 @@ class Testers:
 
 @contextmanager
 def testers(base: Base, count: int, first_failure: bool = False) -> Iterator[Testers]:
-    """So many processes, in the environment of the release. ``first_failure``: tests
-    that run without their patch end with the first that fails.
+    """So many processes, in the environment of the release. ``first_failure``: a
+    patch's tests run without it alone, until one fails.
 
     Raises:
         Problem: it is missing.
@@ -371,7 +376,7 @@ def own_tests(
     prepare(tree, folder / "run")
     telling = [test for test in tests if test.rpartition("::")[2] not in listed(base)]
     ran = {}
-    for when in ("HEAD~", "HEAD"):
+    for when in ("HEAD~",) if pool.first_failure else ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
         site = overlay(base, tree, folder / f"site {when}")
         chosen, until = tests, []
@@ -383,15 +388,17 @@ def own_tests(
     def finish() -> list[str]:
         results = {when: future.result() for when, future in ran.items()}
         shutil.rmtree(folder)
+        failed = failing(base, results["HEAD~"])
+        missing = [] if failed else ["none of its tests fails without it"]
+        if "HEAD" not in results:
+            print(*(f"  {test}: failed without the patch" for test in failed), sep="\n")
+            return missing
         for test, outcome in sorted(results["HEAD"].items()):
             before = results["HEAD~"].get(test, "not run")
             print(f"  {test}: {before} without the patch, {outcome} with it")
         if not results["HEAD"]:
             return ["none of its tests ran"]
-        faults = unexpected(base, results["HEAD"])
-        if not failing(base, results["HEAD~"]):
-            faults.append("none of its tests fails without it")
-        return faults
+        return unexpected(base, results["HEAD"]) + missing
 
     return finish
 
