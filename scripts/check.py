@@ -73,11 +73,7 @@ def main(args: argparse.Namespace) -> None:
     with (
         locked(base.root),
         scratch(base.root / "build", "check") as folder,
-        testers(
-            base,
-            0 if args.no_tests else JOBS,
-            args.first_failure and not args.patches,
-        ) as pool,
+        testers(base, 0 if args.no_tests else JOBS) as pool,
     ):
         waiting: deque[tuple[str, list[str], Finish]] = deque()
 
@@ -111,7 +107,8 @@ def main(args: argparse.Namespace) -> None:
                     faults += alone.missing(patch.stem, touched)
                 if not args.no_tests:
                     place = folder / patch.stem
-                    finish = own_tests(base, tree, touched, place, pool)
+                    quick = args.first_failure and not args.patches
+                    finish = own_tests(base, tree, touched, place, pool, quick)
             waiting.append((patch.name, faults, finish))
             while len(waiting) > JOBS:
                 tell_first()
@@ -279,9 +276,8 @@ def tests_in(tree: Path, touched: dict[str, set[int]]) -> list[str]:
 class Testers:
     """Processes that run tests, and threads that wait for them."""
 
-    def __init__(self, base: Base, count: int, first_failure: bool) -> None:
+    def __init__(self, base: Base, count: int) -> None:
         self.base = base
-        self.first_failure = first_failure
         self.threads = ThreadPoolExecutor(max(count, 1))
         self.processes = queue.Queue[Preloaded]()
         for _ in range(count):
@@ -338,9 +334,8 @@ class Testers:
 
 
 @contextmanager
-def testers(base: Base, count: int, first_failure: bool = False) -> Iterator[Testers]:
-    """So many processes, in the environment of the release. ``first_failure``: a
-    patch's tests run without it alone, until one fails.
+def testers(base: Base, count: int) -> Iterator[Testers]:
+    """So many processes, in the environment of the release.
 
     Raises:
         Problem: it is missing.
@@ -351,7 +346,7 @@ def testers(base: Base, count: int, first_failure: bool = False) -> Iterator[Tes
         subprocess.run(
             [python, "-m", "compileall", "-q", f"-j{count}", f"{purelib(python)}/vllm"]
         )
-    pool = Testers(base, count, first_failure)
+    pool = Testers(base, count)
     try:
         yield pool
     finally:
@@ -363,9 +358,15 @@ def no_tests() -> list[str]:
 
 
 def own_tests(
-    base: Base, tree: Path, touched: dict[str, set[int]], folder: Path, pool: Testers
+    base: Base,
+    tree: Path,
+    touched: dict[str, set[int]],
+    folder: Path,
+    pool: Testers,
+    quick: bool = False,
 ) -> Finish:
-    """Begin to run the tests whose lines the patch touches, without it and with it.
+    """Begin to run the tests whose lines the patch touches, without it and with it;
+    ``quick``: only without it, until one fails.
 
     Returns a function that waits for them, prints the outcomes and returns what is
     wrong.
@@ -374,13 +375,14 @@ def own_tests(
     if not tests:
         return lambda: ["it touches no test"]
     prepare(tree, folder / "run")
-    telling = [test for test in tests if test.rpartition("::")[2] not in listed(base)]
+    known = listed(base)
+    telling = [test for test in tests if test.rpartition("::")[2] not in known]
     ran = {}
-    for when in ("HEAD~",) if pool.first_failure else ("HEAD~", "HEAD"):
+    for when in ("HEAD~",) if quick else ("HEAD~", "HEAD"):
         git(tree, "checkout", "-q", "check" + when.removeprefix("HEAD"))
         site = overlay(base, tree, folder / f"site {when}")
         chosen, until = tests, []
-        if pool.first_failure and when == "HEAD~" and telling:
+        if quick and telling:
             chosen, until = telling, ["-x"]
         ran[when] = pool.run(site, chosen, folder / "run", site, *until)
     git(tree, "checkout", "-q", "check")
@@ -447,19 +449,21 @@ def purelib(python: Path) -> str:
 
 def unexpected(base: Base, results: dict[str, str]) -> list[str]:
     """Tests that do not pass, or pass although they need kernels to compute."""
+    known = listed(base)
     return [
         f"{test}: {outcome}"
         for test, outcome in sorted(results.items())
-        if (outcome == "passed") == (test.partition("[")[0] in listed(base))
+        if (outcome == "passed") == (test.partition("[")[0] in known)
     ]
 
 
 def failing(base: Base, results: dict[str, str]) -> list[str]:
     """Tests that fail, without those that always do."""
+    known = listed(base)
     return [
         test
         for test, outcome in results.items()
-        if outcome == "failed" and test.partition("[")[0] not in listed(base)
+        if outcome == "failed" and test.partition("[")[0] not in known
     ]
 
 
