@@ -70,7 +70,7 @@ class Kit:
             Problem: they have not been made.
         """
         python, ours = environment_of(base)
-        from scripts.check import tests_of_series
+        from scripts.patch_tests import tests_of_series
 
         return cls(
             str(python),

@@ -22,8 +22,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.check import tests_of_series
 from scripts.commands import Problem, command, locked, scratch
+from scripts.patch_tests import tests_of_series
 from scripts.release import Base, fetch
 from scripts.series import git
 from scripts.thin import thin

@@ -21,7 +21,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from scripts import topics
-from scripts.check import lint, touched_lines
+from scripts.check import lint
 from scripts.commands import Problem, command, locked
 from scripts.release import Base
 from scripts.series import (
@@ -32,6 +32,7 @@ from scripts.series import (
     conflict_report,
     git,
     run_git,
+    touched_lines,
     transplant,
     unresolved,
 )

@@ -13,9 +13,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.check import JOBS, own_tests, testers, touched_lines
+from scripts.check import JOBS
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
+from scripts.patch_tests import own_tests, testers
 from scripts.release import Base
 from scripts.series import (
     BASE_REF,
@@ -25,6 +26,7 @@ from scripts.series import (
     export,
     git,
     run_git,
+    touched_lines,
     transplant,
     unresolved,
 )

@@ -252,3 +252,18 @@ def patch_name(subject: str) -> str:
     """``[Bugfix][Core] Free what was mapped`` -> ``free-what-was-mapped.patch``."""
     topic = re.sub(r"^(\[[^]]*\]\s*)+", "", subject).lower()
     return re.sub(r"[^a-z0-9]+", "-", topic).strip("-")[:60].strip("-") + ".patch"
+
+
+def touched_lines(tree: Path, since: str = "HEAD~") -> dict[str, set[int]]:
+    """The lines of each file added or changed by HEAD's commit, or since another."""
+    touched: dict[str, set[int]] = {}
+    lines: set[int] = set()
+    for line in git(tree, "diff", "-U0", "--no-renames", since, "HEAD").splitlines():
+        if line.startswith("+++ "):
+            lines = set()
+            if line != "+++ /dev/null":
+                touched[line.removeprefix("+++ b/")] = lines
+        elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(match[1]), int(match[2] or 1)
+            lines.update(range(start, start + count))
+    return touched

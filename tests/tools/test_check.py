@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.check import touched_lines, undefined
-from scripts.series import BASE_REF, git
+from scripts.check import undefined
+from scripts.series import BASE_REF, git, touched_lines
 
 RELEASED = """\
 class Worker(Base):
