@@ -1,6 +1,7 @@
 """Sleep mode beside threads, captures and failing calls of the driver.
 
-`test_cumem_allocations.py` in the patches holds each of these alone; here they come together.
+`test_cumem_allocations.py` in the patches holds each of these alone; here they come
+together.
 """
 
 from __future__ import annotations
