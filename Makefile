@@ -86,7 +86,7 @@ test: vgpu envelope overlay  ## what shows that it works, in minutes
 
 test-all: vgpu envelope overlay ray check-quick  ## everything
 	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
-	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all device@$(OLDER) starts@$(OLDER)
+	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all older@$(OLDER)
 
 device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
 	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
