@@ -8,7 +8,10 @@ import threading
 
 def main() -> None:
     import torch
-    from vllm.device_allocator.host_memory import empty_host_tensor
+    from vllm.device_allocator.host_memory import (
+        empty_host_tensor,
+        release_unused_host_memory,
+    )
 
     from vgpu import control
 
@@ -16,7 +19,12 @@ def main() -> None:
     torch.zeros(1, device="cuda")
     held = [empty_host_tensor(4096)]
     pinned = [control.pinned()]
-    thread = threading.Thread(target=held.clear)
+
+    def drop() -> None:
+        held.clear()
+        release_unused_host_memory()
+
+    thread = threading.Thread(target=drop)
     thread.start()
     thread.join()
     pinned.append(control.pinned())
