@@ -26,12 +26,17 @@ from scripts import upstream_hooks
 from scripts.commands import Problem, command, locked, scratch
 from scripts.merging import Repository
 from scripts.names import names, words
-from scripts.patch_tests import Finish, no_tests, own_tests, series_tests, testers
+from scripts.patch_tests import (
+    JOBS,
+    Finish,
+    no_tests,
+    own_tests,
+    series_tests,
+    testers,
+)
 from scripts.release import Base
 from scripts.series import BASE_REF, apply, commits, git, run_git, touched_lines
 from scripts.topics import also_needed, stack, with_needs
-
-JOBS = 2
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ from scripts.release import Base
 from scripts.series import BASE_REF, git, touched_lines
 
 MEMORY = "16GiB"  # of the device
+JOBS = 2
 TEST_LIMIT = 1500
 EXPECTED = "tests/vgpu/upstream/expected.toml"
 Outcomes = Future[dict[str, str]]

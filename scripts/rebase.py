@@ -13,10 +13,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.check import JOBS
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
-from scripts.patch_tests import own_tests, testers
+from scripts.patch_tests import JOBS, own_tests, testers
 from scripts.release import Base
 from scripts.series import (
     BASE_REF,
