@@ -118,8 +118,8 @@ bench-extensible: vgpu envelope  ## the KV cache extended after capture, beside 
 bench-start-time: vgpu envelope  ## processor time of a start, in pairs beside the release; PAIRS=20
 	@$(call RUN,bench.start_time) $(if $(PAIRS),--pairs $(PAIRS))
 
-bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern
-	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)")
+bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern, MORE=1: other models
+	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)") $(if $(MORE),--more)
 
 bench-rank-fails: vgpu envelope ray  ## seconds in which all end after one rank failed
 	@$(call RUN,bench.rank_fails)

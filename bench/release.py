@@ -33,6 +33,22 @@ MODELS = bench_start.MODELS | {
     "vision": {"model": "vision"},
     "LoRA": {"model": "dense", "llm": {"enable_lora": True}},
 }
+# One start of each with --more: alone, eager and with graphs.
+MORE: dict[str, dict[str, Any]] = {
+    "MLA": {"model": "MLA", "llm": {"attention_backend": "TRITON_MLA"}},
+    "Mamba1": {"model": "Mamba1"},
+    "Mamba2": {"model": "Mamba2"},
+    "Falcon-H1": {"model": "Falcon-H1"},
+    "Jamba": {"model": "Jamba"},
+    "LFM2": {"model": "LFM2"},
+    "GPT-OSS": {"model": "GPT-OSS"},
+    "Gemma 3": {"model": "sliding"},
+    "pooling": {
+        "model": "pooling",
+        "llm": {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False},
+    },
+    "fp8 KV": {"model": "dense", "llm": {"kv_cache_dtype": "fp8"}},
+}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "graphs": {"graphs": True},
@@ -56,6 +72,7 @@ ALLOWED = 64 * MIB
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="pattern: rows whose name has it")
+    parser.add_argument("--more", action="store_true", help=f"others: {' '.join(MORE)}")
     parser.add_argument("--first", type=int, default=50, help="utilization, percent")
     parser.add_argument("--last", type=int, default=70)
     parser.add_argument("--step", type=int, default=20)
@@ -83,7 +100,8 @@ def main(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> list[Row]:
     base = Base.load(args.root, args.base)
     percents = range(args.first, args.last + 1, args.step)
-    starts = [start for start in grid(percents) if re.search(args.only, start.name)]
+    rows = more(percents) if args.more else grid(percents)
+    starts = [start for start in rows if re.search(args.only, start.name)]
     if not starts:
         raise Problem("--only, --first, --last: no row is left")
     with ThreadPoolExecutor(len(SITES)) as pool:
@@ -126,7 +144,7 @@ class Start:
 
     def case(self, folder: Path) -> dict[str, Any]:
         """As scenarios/start.py takes it."""
-        asked = MODELS[self.model]
+        asked = (MODELS | MORE)[self.model]
         llm = {
             "gpu_memory_utilization": self.percent / 100,
             "max_num_seqs": 128,
@@ -150,6 +168,12 @@ class Start:
 def grid(percents: range) -> Iterator[Start]:
     for row in product(MODELS, RUNNERS, MODES, VARIANTS, percents):
         yield Start(*row)
+
+
+def more(percents: range) -> Iterator[Start]:
+    for model, runner, mode, percent in product(MORE, RUNNERS, MODES, percents):
+        if mode != "compiled":
+            yield Start(model, runner, mode, "", percent)
 
 
 def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]]:

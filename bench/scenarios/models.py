@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.processors import write_processor, write_tokenizer
+
 COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
@@ -258,6 +260,155 @@ MODELS["Qwen3-Next-80B-A3B"] = MODELS["hybrid"] | {
     "mlp_only_layers": [],
 }
 
+# One of each further kind; "make bench-release MORE=1" starts them.
+ONLY_MAMBA: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+    "num_hidden_layers": 4,
+    "layer_norm_epsilon": 1e-5,
+    "expand": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hidden_act": "silu",
+    "residual_in_fp32": True,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS |= {
+    "pooling": MODELS["dense"],
+    "MLA": COMMON
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "moe_layer_freq": 1,
+    },
+    "Mamba1": ONLY_MAMBA
+    | {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "state_size": 16,
+        "time_step_rank": 32,
+    },
+    "Mamba2": ONLY_MAMBA
+    | {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": 1024,
+        "state_size": 128,
+        "num_heads": 32,
+        "head_dim": 64,
+        "n_groups": 1,
+        "chunk_size": 256,
+        "rms_norm": True,
+    },
+    "Falcon-H1": COMMON
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "mamba_d_ssm": 1024,
+        "mamba_rms_norm": False,
+        "mamba_norm_before_gate": True,
+        "mamba_use_mlp": True,
+        "projectors_bias": False,
+        "mlp_bias": False,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "key_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_in_multiplier": 1.0,
+        "ssm_multipliers": [1.0] * 5,
+        "ssm_out_multiplier": 1.0,
+    },
+    "Jamba": COMMON
+    | {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 32,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "use_mamba_kernels": False,
+        "pad_token_id": 0,
+    },
+    "LFM2": COMMON
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_dim": 512,
+        "conv_dim": 512,
+        "conv_dim_out": 512,
+        "block_ff_dim": 1408,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": [1, 3],
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
+    "GPT-OSS": COMMON
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
 
 def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""
@@ -265,69 +416,9 @@ def write(name: str, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     if vision := MODELS[name].get("vision_config"):
         write_processor(folder, vision["patch_size"])
+    elif name == "pooling":  # its prompts go through a tokenizer
+        write_tokenizer(folder, {})
     return str(folder)
-
-
-def write_processor(folder: Path, patch_size: int) -> None:
-    """Write what turns images and a few words into tokens, without a hub: Qwen2-VL's,
-    or Qwen3-VL's with its patches of 16 pixels.
-    """
-    newer = patch_size == 16
-    kind = "Qwen3VL" if newer else "Qwen2VL"
-    words = ["<unk>", "<s>", "</s>", "<|vision_start|>", "<|vision_end|>"]
-    words += ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
-    least, most = (size * (2 * patch_size) ** 2 for size in (4, 2048))
-    sizes = (
-        {"size": {"shortest_edge": least, "longest_edge": most}}
-        if newer
-        else {"min_pixels": least, "max_pixels": most}
-    )
-    patches = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2}
-    special = [
-        {
-            "id": token,
-            "content": word,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for token, word in enumerate(words)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": special,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: token for token, word in enumerate(words)},
-            "unk_token": words[0],
-        },
-    }
-    files: dict[str, dict[str, Any]] = {
-        "preprocessor_config.json": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": f"{kind}Processor",
-        }
-        | sizes
-        | patches,
-        "video_preprocessor_config.json": {
-            "video_processor_type": f"{kind}VideoProcessor"
-        }
-        | sizes
-        | patches,
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "processor_class": f"{kind}Processor",
-            "unk_token": words[0],
-            "bos_token": words[1],
-            "eos_token": words[2],
-        },
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
 
 
 def write_loras(name: str, folder: Path, count: int, rank: int = 16) -> list[str]:

@@ -367,7 +367,10 @@ def serve(llm: Any, limit: int) -> str:
     control.other_process(max(0, control.memory() - limit))
     try:
         for prompts in short, [long]:
-            llm.generate(prompts, parameters, use_tqdm=False)
+            if config.model_config.runner_type == "pooling":
+                llm.embed(prompts, use_tqdm=False)
+            else:
+                llm.generate(prompts, parameters, use_tqdm=False)
     except torch.OutOfMemoryError as error:
         return f"out of memory: {str(error)[:200]}"
     return "lives"

@@ -72,7 +72,7 @@ def test_layers_that_share_the_kv_cache(tmp_path: Path) -> None:
     config = tmp_path / "hybrid.json"
     config.write_text(json.dumps(MODELS["hybrid"]))
     told, _ = foreseen(
-        tmp_path, "--model", str(config), "--gpu", "rtx4090", "--release", "official",
+        tmp_path, "--model", str(config), "--gpu", "h100", "--release", "official",
         "--flags", f"{FLAGS} --gdn-prefill-backend triton",
     )  # fmt: skip
     result = told["result"]
