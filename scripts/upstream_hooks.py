@@ -34,7 +34,9 @@ def run(tree: Path, files: list[str], folder: Path, slow: bool = False) -> list[
     if not path.exists():
         return []
     said = []
-    for repo in yaml.safe_load(path.read_text())["repos"]:
+    config = yaml.safe_load(path.read_text())
+    files = not_excluded(config, files)
+    for repo in config["repos"]:
         for hook in repo["hooks"] if repo["repo"] == "local" else []:
             wanted = matching(hook, files)
             script = shlex.split(hook.get("entry", ""))
@@ -83,7 +85,13 @@ def matching(hook: dict[str, Any], files: list[str]) -> list[str]:
     if "python" not in kinds or not hook.get("pass_filenames", True):
         return []
     pattern = hook.get("files", "")
-    return [f for f in files if f.endswith(".py") and re.search(pattern, f)]
+    wanted = [f for f in files if f.endswith(".py") and re.search(pattern, f)]
+    return not_excluded(hook, wanted)
+
+
+def not_excluded(asked: dict[str, Any], files: list[str]) -> list[str]:
+    """Those that a hook, or the whole configuration, does not exclude."""
+    return [f for f in files if not re.search(asked.get("exclude", "^$"), f)]
 
 
 def plain(line: str) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from scripts import upstream_hooks
 
 CONFIG = """\
+exclude: ^copied/
 repos:
 - repo: local
   hooks:
-  - {id: no-four, entry: python tools/no_four.py, types: [python]}
+  - {id: no-four, entry: python tools/no_four.py, types: [python], exclude: _old}
   - {id: of-docs, entry: python tools/no_four.py, types: [python], files: ^docs/}
   - {id: mypy, entry: python tools/no_four.py --slow, types_or: [python, pyi]}
   - {id: shell, entry: tools/other.sh, types: [python]}
@@ -27,17 +28,19 @@ sys.exit(bool(bad))
 
 def test_scripts_of_upstreams_tree_say_what_they_find(tmp_path: Path) -> None:
     tree = tmp_path / "a tree"
-    (tree / "tools").mkdir(parents=True)
+    for folder in "tools", "copied":
+        (tree / folder).mkdir(parents=True)
     (tree / ".pre-commit-config.yaml").write_text(CONFIG)
     (tree / "tools/no_four.py").write_text(NO_FOUR)
-    for name, text in {"a.py": "x = 4\n", "b.py": "x = 5\n", "c.md": "4\n"}.items():
-        (tree / name).write_text(text)
-    files, folder = ["a.py", "b.py", "c.md"], tmp_path / "hooks"
-    assert upstream_hooks.run(tree, files, folder) == ["no-four: a.py: four"]
-    slow = upstream_hooks.run(tree, files, folder, slow=True)
-    assert slow == ["mypy: a.py: four"]
-    assert upstream_hooks.run(tree, ["b.py"], folder) == []
-    (environment,) = folder.iterdir()
+    files = ["a.py", "a_old.py", "b.py", "c.md", "copied/d.py"]
+    for name in files:
+        (tree / name).write_text("x = 5\n" if name == "b.py" else "x = 4\n")
+    hooks = tmp_path / "hooks"
+    assert upstream_hooks.run(tree, files, hooks) == ["no-four: a.py: four"]
+    slow = upstream_hooks.run(tree, files, hooks, slow=True)
+    assert slow == ["mypy: a.py: four", "mypy: a_old.py: four"]
+    assert upstream_hooks.run(tree, ["b.py"], hooks) == []
+    (environment,) = hooks.iterdir()
     assert (environment / "bin/python").exists()
 
 
