@@ -94,7 +94,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("v2", [V2])
 def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     """A state for each sequence does not fit: found before graphs are profiled."""
-    asked = case("hybrid", v2, 54, fragmentation_buffer_bytes=512 * MIB)
+    asked = case("hybrid", v2, 48, fragmentation_buffer_bytes=512 * MIB)
     (refused,) = starts([asked], "envelope", tmp_path)
     assert refused["outcome"] == "ValueError" and refused["within"]
     needed = re.search(
