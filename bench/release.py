@@ -171,9 +171,8 @@ def grid(percents: range) -> Iterator[Start]:
 
 
 def more(percents: range) -> Iterator[Start]:
-    for model, runner, mode, percent in product(MORE, RUNNERS, MODES, percents):
-        if mode != "compiled":
-            yield Start(model, runner, mode, "", percent)
+    for row in product(MORE, RUNNERS, ("eager", "graphs"), ("",), percents):
+        yield Start(*row)
 
 
 def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]]:
