@@ -8,19 +8,64 @@ finds one allocates less than the first start, which measures.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
+from typing import IO
 
 from triton.runtime.cache import FileCacheManager
 
+# Seconds in which another process has compiled a kernel, or hangs.
+LONGEST = 300
+
 
 class Shelf(FileCacheManager):
-    """Both places, by the kind of file; Triton makes a manager for each key."""
+    """Both places, by the kind of file; Triton makes a manager for each key.
+
+    Ranks of an engine want the same kernels at the same time. One of them compiles, the
+    others wait: on two cores, each would take as long as all.
+    """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         super().__init__(key, override=override, dump=dump)
         self._own = self.cache_dir
         self._shelf = os.path.join(os.environ["KERNEL_SHELF"], key)
+        self._lock: IO[bytes] | None = None
         os.makedirs(self._shelf, exist_ok=True)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The files of a compiled kernel; None: the caller compiles it, and
+        others wait until it has put it, or ends, or drops this manager."""
+        group: dict[str, str] | None = super().get_group(filename)
+        if group is None:
+            self._acquire()
+            group = super().get_group(filename)
+            if group is not None:
+                self._release()
+        return group
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        try:
+            return str(super().put_group(filename, group))
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        self._lock = open(os.path.join(self._shelf, "compiling"), "wb")  # noqa: SIM115
+        deadline = time.monotonic() + LONGEST
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.02)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            # A process that was forked meanwhile holds it, too, unless it is unlocked.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._lock.close()
+            self._lock = None
 
     def _make_path(self, filename: str) -> str:
         return os.path.join(self._place(filename), filename)

@@ -36,7 +36,9 @@ DEFAULTS: dict[str, Any] = {
     # What goes wrong, as a phase (see rank.PHASES) begins at a rank:
     # "memory" (another process takes all that is free), "raise" or "kill".
     "fails": {},  # {"rank", "phase", "how"}
-    "patience": 120,  # seconds after which a start that has not ended "hangs"
+    # Seconds after which a start that has not ended "hangs"; the first one of all
+    # compiles kernels, for minutes where two cores do other work, too.
+    "patience": 300,
     "executor": "mp",
     "method": "fork",  # how workers are started
     "engine_process": False,  # the engine core is a process, as when serving

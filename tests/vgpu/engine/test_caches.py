@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,42 @@ def test_compiled_kernels_change_no_byte(
     compiled = start(tmp_path)
     assert len(list((tmp_path / "shelf").iterdir())) > 8
     assert {key: found[key] for key in BYTES} == {key: compiled[key] for key in BYTES}
+
+
+COMPILER = """
+import sys
+from scripts.kernel_shelf import Shelf
+shelf = Shelf("KEY")
+group = shelf.get_group("kernel.json")
+print(*group or ["compiles"], flush=True)
+if group is None and sys.stdin.readline():
+    shelf.put_group("kernel.json", {"kernel.cubin": shelf.put(b"0", "kernel.cubin")})
+"""
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["compiles", "killed"])
+def test_one_process_compiles_a_kernel(compiles: bool, tmp_path: Path) -> None:
+    """Those that want it meanwhile wait, but not for one that was killed."""
+    environment = harness.environment_of("official", tmp_path)
+    environment["KERNEL_SHELF"] = str(tmp_path / "shelf")
+    command = [sys.executable, "-c", COMPILER]
+
+    def process() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    with process() as first:
+        assert first.stdout and first.stdout.readline() == "compiles\n"
+        with process() as second:
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.wait(5)
+            if not compiles:
+                first.kill()
+            first.communicate("put\n" if compiles else None)
+            told, _ = second.communicate(timeout=60)
+    assert told == ("kernel.cubin\n" if compiles else "compiles\n")
 
 
 @pytest.mark.full
