@@ -47,6 +47,10 @@ MORE: dict[str, dict[str, Any]] = {
         "model": "pooling",
         "llm": {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False},
     },
+    "Whisper": {
+        "model": "Whisper",
+        "llm": {"max_model_len": 448, "skip_tokenizer_init": False},
+    },
     "fp8 KV": {"model": "dense", "llm": {"kv_cache_dtype": "fp8"}},
 }
 MODES: dict[str, dict[str, Any]] = {

@@ -95,3 +95,13 @@ def with_image(prompt: list[int], size: tuple[int, int]) -> dict[str, Any]:
         "prompt_token_ids": [*prompt, 3, 5, 4],
         "multi_modal_data": {"image": Image.new("RGB", size)},
     }
+
+
+def with_sound(prompt_token_ids: list[int]) -> dict[str, Any]:
+    """A prompt of the decoder, for half a minute of silence."""
+    import numpy as np
+
+    return {
+        "prompt_token_ids": prompt_token_ids,
+        "multi_modal_data": {"audio": (np.zeros(30 * 16000, np.float32), 16000)},
+    }

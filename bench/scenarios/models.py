@@ -7,7 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios.processors import write_processor, write_tokenizer
+from bench.scenarios.processors import (
+    write_audio_processor,
+    write_processor,
+    write_tokenizer,
+)
 
 COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
@@ -407,6 +411,28 @@ MODELS |= {
             "original_max_position_embeddings": 4096,
         },
     },
+    "Whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+        "num_mel_bins": 80,
+        "d_model": 512,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 2048,
+        "decoder_ffn_dim": 2048,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "activation_function": "gelu",
+        "is_encoder_decoder": True,
+        "bos_token_id": 1,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    },
 }
 
 
@@ -416,6 +442,8 @@ def write(name: str, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     if vision := MODELS[name].get("vision_config"):
         write_processor(folder, vision["patch_size"])
+    elif name == "Whisper":
+        write_audio_processor(folder, MODELS[name]["num_mel_bins"])
     elif name == "pooling":  # its prompts go through a tokenizer
         write_tokenizer(folder, {})
     return str(folder)

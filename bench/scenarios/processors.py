@@ -1,4 +1,4 @@
-"""What turns a few words and images into tokens, written without a hub."""
+"""What turns a few words, images and sound into tokens, written without a hub."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ def write_processor(folder: Path, patch_size: int) -> None:
     write_tokenizer(folder, {"processor_class": f"{kind}Processor"})
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
+
+
+def write_audio_processor(folder: Path, mel_bins: int) -> None:
+    """Write what turns half a minute of sound into features: Whisper's."""
+    kind = {"processor_class": "WhisperProcessor"}
+    features = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": mel_bins,
+        "sampling_rate": 16000,
+        "hop_length": 160,
+        "chunk_length": 30,
+        "n_fft": 400,
+    }
+    write_tokenizer(folder, kind | {"tokenizer_class": "WhisperTokenizerFast"})
+    (folder / "preprocessor_config.json").write_text(json.dumps(kind | features))
 
 
 def write_tokenizer(folder: Path, config: dict[str, str]) -> None:
