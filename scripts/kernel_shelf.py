@@ -23,7 +23,9 @@ class Shelf(FileCacheManager):
     """Both places, by the kind of file; Triton makes a manager for each key.
 
     Ranks of an engine want the same kernels at the same time. One of them compiles, the
-    others wait: on two cores, each would take as long as all.
+    others wait: on two cores, each would take as long as all. The lock is a process's
+    (POSIX): its own threads, and a second attempt after an error, do not wait for it,
+    and children do not inherit it.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -55,15 +57,13 @@ class Shelf(FileCacheManager):
         deadline = time.monotonic() + LONGEST
         while time.monotonic() < deadline:
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 time.sleep(0.02)
 
     def _release(self) -> None:
         if self._lock is not None:
-            # A process that was forked meanwhile holds it, too, unless it is unlocked.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 

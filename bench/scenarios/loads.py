@@ -40,6 +40,22 @@ LONG_CONTEXT = {
     "max_model_len": 32768,
     "hf_overrides": {"max_position_embeddings": 32768},
 }
+HYBRID: dict[str, Any] = {
+    "model": "hybrid",
+    "llm": {"gdn_prefill_backend": "triton"},
+}
+HYBRID_2048: dict[str, Any] = {
+    "model": "hybrid",
+    "llm": {"gdn_prefill_backend": "triton", "max_num_batched_tokens": 2048},
+}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
 DEEP = {"hf_overrides": {"num_hidden_layers": 32}}  # the others have 8 layers
 # What is tried; see environment(), too.
 CASES: dict[str, dict[str, Any]] = {
@@ -76,6 +92,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "30B-A3B": {"model": "qwen-30b-a3b"},
     "30B-A3B, limit in bytes": {"model": "qwen-30b-a3b", "llm": LIMIT},
+    "hybrid": HYBRID,
+    "hybrid, V2": V2 | HYBRID,
+    "hybrid, 2048 tokens a batch": HYBRID_2048,
+    "hybrid, 2048 tokens a batch, V2": V2 | HYBRID_2048,
+    "hybrid, 2048 tokens a batch, compiled": HYBRID_2048
+    | {"graphs": True, "compile": True},
+    "hybrid, 2048 tokens a batch, drafts, compiled": HYBRID_2048
+    | {"graphs": True, "compile": True, "llm": HYBRID_2048["llm"] | NGRAM},
     "small": {"model": "dense"},
 }
 

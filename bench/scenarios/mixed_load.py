@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
-from bench.scenarios.on_the_host import count_unique_on_host
+from bench.scenarios.on_the_host import count_unique_on_host, index_chunks_on_host
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -78,6 +78,8 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
         arguments["compilation_config"] = sizes | mode
+    if "linear_num_value_heads" in models.MODELS[case["model"]]:
+        index_chunks_on_host()
     if case["lora"]:
         count_unique_on_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
