@@ -49,12 +49,10 @@ HYBRID_2048: dict[str, Any] = {
     "llm": {"gdn_prefill_backend": "triton", "max_num_batched_tokens": 2048},
 }
 NGRAM = {
-    "speculative_config": {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
 }
 DEEP = {"hf_overrides": {"num_hidden_layers": 32}}  # the others have 8 layers
 # What is tried; see environment(), too.
@@ -99,7 +97,11 @@ CASES: dict[str, dict[str, Any]] = {
     "hybrid, 2048 tokens a batch, compiled": HYBRID_2048
     | {"graphs": True, "compile": True},
     "hybrid, 2048 tokens a batch, drafts, compiled": HYBRID_2048
-    | {"graphs": True, "compile": True, "llm": HYBRID_2048["llm"] | NGRAM},
+    | {
+        "graphs": True,
+        "compile": True,
+        "llm": HYBRID_2048["llm"] | {"speculative_config": NGRAM},
+    },
     "small": {"model": "dense"},
 }
 
