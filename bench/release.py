@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import start as bench_start
-from bench.scenarios.loads import NGRAM
 from bench.start import MEMORY, MIB, RUNNERS, outcome, requested
 from bench.virtual import HOOKS, SITES, results
 from scripts.commands import Problem, command, write_whole
@@ -53,14 +52,6 @@ MORE: dict[str, dict[str, Any]] = {
         "llm": {"max_model_len": 448, "skip_tokenizer_init": False},
     },
     "fp8 KV": {"model": "dense", "llm": {"kv_cache_dtype": "fp8"}},
-    "hybrid and ngrams": {
-        "model": "hybrid",
-        "llm": {
-            "gdn_prefill_backend": "triton",
-            "max_num_seqs": 32,
-            "speculative_config": NGRAM,
-        },
-    },
 }
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
