@@ -18,6 +18,11 @@ else:
     _meter = Meter()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Extensions with PyTorch's stable ABI raise no torch.OutOfMemoryError."""
+    return "out of memory" in str(error)
+
+
 def used() -> int:
     return control.used() if VIRTUAL else _meter.used()
 

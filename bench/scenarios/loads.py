@@ -40,20 +40,19 @@ LONG_CONTEXT = {
     "max_model_len": 32768,
     "hf_overrides": {"max_position_embeddings": 32768},
 }
-HYBRID: dict[str, Any] = {
-    "model": "hybrid",
-    "llm": {"gdn_prefill_backend": "triton"},
-}
-HYBRID_2048: dict[str, Any] = {
-    "model": "hybrid",
-    "llm": {"gdn_prefill_backend": "triton", "max_num_batched_tokens": 2048},
-}
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
+
+
+def hybrid(**llm: Any) -> dict[str, Any]:
+    return {"model": "hybrid", "llm": {"gdn_prefill_backend": "triton"} | llm}
+
+
+COMPILED = {"graphs": True, "compile": True}
 DEEP = {"hf_overrides": {"num_hidden_layers": 32}}  # the others have 8 layers
 # What is tried; see environment(), too.
 CASES: dict[str, dict[str, Any]] = {
@@ -64,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, 16384 tokens a batch": {"llm": {"max_num_batched_tokens": 16384}},
     "8B, LoRA": {"lora": True},
     "8B, CUDA graphs": {"graphs": True},
-    "8B, compiled": {"graphs": True, "compile": True},
+    "8B, compiled": COMPILED,
     "8B, expandable segments": {},
     "8B, EAGLE, V2": V2 | {"draft": 3},
     "8B, chat": {"load": "chat"},
@@ -81,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B, limit in bytes, 16384 tokens a batch": {
         "llm": LIMIT | {"max_num_batched_tokens": 16384}
     },
-    "8B, limit in bytes, compiled": {"graphs": True, "compile": True, "llm": LIMIT},
+    "8B, limit in bytes, compiled": COMPILED | {"llm": LIMIT},
     "8B, limit in bytes, expandable segments": {"llm": LIMIT},
     "8B, limit in bytes, prompt logprobs": {"load": "prompt logprobs", "llm": LIMIT},
     "8B, limit in bytes, long context": {
@@ -90,18 +89,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "30B-A3B": {"model": "qwen-30b-a3b"},
     "30B-A3B, limit in bytes": {"model": "qwen-30b-a3b", "llm": LIMIT},
-    "hybrid": HYBRID,
-    "hybrid, V2": V2 | HYBRID,
-    "hybrid, 2048 tokens a batch": HYBRID_2048,
-    "hybrid, 2048 tokens a batch, V2": V2 | HYBRID_2048,
-    "hybrid, 2048 tokens a batch, compiled": HYBRID_2048
-    | {"graphs": True, "compile": True},
-    "hybrid, 2048 tokens a batch, drafts, compiled": HYBRID_2048
-    | {
-        "graphs": True,
-        "compile": True,
-        "llm": HYBRID_2048["llm"] | {"speculative_config": NGRAM},
-    },
+    "hybrid": hybrid(),
+    "hybrid, V2": V2 | hybrid(),
+    "hybrid, 2048 tokens a batch": hybrid(max_num_batched_tokens=2048),
+    "hybrid, 2048 tokens a batch, V2": V2 | hybrid(max_num_batched_tokens=2048),
+    "hybrid, 2048 tokens a batch, compiled": COMPILED
+    | hybrid(max_num_batched_tokens=2048),
+    "hybrid, 2048 tokens a batch, drafts, compiled": COMPILED
+    | hybrid(max_num_batched_tokens=2048, speculative_config=NGRAM),
     "small": {"model": "dense"},
 }
 

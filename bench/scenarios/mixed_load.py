@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
-from bench.scenarios.on_the_host import count_unique_on_host, index_chunks_on_host
+from bench.scenarios.on_the_host import compute_on_host
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -78,10 +78,8 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
         arguments["compilation_config"] = sizes | mode
-    if "linear_num_value_heads" in models.MODELS[case["model"]]:
-        index_chunks_on_host()
+    compute_on_host(models.MODELS[case["model"]], case["lora"])
     if case["lora"]:
-        count_unique_on_host()
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     if case["draft"]:
         arguments["speculative_config"] = {
@@ -144,6 +142,7 @@ def load(
     """
     import torch
 
+    from bench.scenarios import device
     from vgpu import control
 
     last = calls()
@@ -170,7 +169,9 @@ def load(
             made = [n - before for n, before in zip(now, last, strict=True)]
             each_step.append([sum(computed), *made])
             last = now
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not device.is_out_of_memory(error):
+            raise
         stats = torch.cuda.memory_stats()
         tried, unit = str(error).split("allocate ")[1].split()[:2]
         wanted = float(tried) * {"KiB": 2**10, "MiB": MIB, "GiB": 2**30}[unit[:3]]

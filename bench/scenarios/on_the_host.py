@@ -7,6 +7,14 @@ import sys
 from typing import Any
 
 
+def compute_on_host(model: dict[str, Any], lora: bool) -> None:
+    """What an engine of this model's configuration reads back from kernels."""
+    if "linear_num_value_heads" in model.get("text_config", model):
+        index_chunks_on_host()
+    if lora:
+        count_unique_on_host()
+
+
 def index_chunks_on_host() -> None:
     """Compute lengths of sequences on the host: lists have sizes that a kernel
     computes.

@@ -17,11 +17,7 @@ from typing import Any
 
 from bench.scenarios import observe
 from bench.scenarios.loads import with_image, with_sound
-from bench.scenarios.on_the_host import (
-    count_unique_on_host,
-    index_chunks_on_host,
-    inspect_models_here,
-)
+from bench.scenarios.on_the_host import compute_on_host, inspect_models_here
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -211,10 +207,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if device.VIRTUAL:
         inspect_models_here()
     model = models.MODELS[case["model"]]
-    if "linear_num_value_heads" in model.get("text_config", model):
-        index_chunks_on_host()
-    if case["llm"].get("enable_lora"):
-        count_unique_on_host()
+    compute_on_host(model, bool(case["llm"].get("enable_lora")))
     if "num_mel_bins" in model:  # which convolves; cuDNN does not start on the device
         torch.backends.cudnn.enabled = False
     if case["workspace"]:
@@ -348,6 +341,7 @@ def serve(llm: Any, limit: int) -> str:
     """
     from vllm import SamplingParams
 
+    from bench.scenarios import device
     from vgpu import control
 
     config = llm.llm_engine.vllm_config
@@ -376,8 +370,7 @@ def serve(llm: Any, limit: int) -> str:
             else:
                 llm.generate(prompts, parameters, use_tqdm=False)
     except RuntimeError as error:
-        # Extensions with PyTorch's stable ABI raise no torch.OutOfMemoryError.
-        if "out of memory" not in str(error):
+        if not device.is_out_of_memory(error):
             raise
         return f"out of memory: {str(error)[:200]}"
     return "lives"
