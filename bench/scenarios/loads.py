@@ -26,6 +26,8 @@ LOADS = {
     ),
     "chat": Load(120, (SHORT, MEDIUM), (64, 256), (0, 0, 0, 1, 2, 4)),
     "long context": Load(12, ((8000, 30000),), (1, 8, 32), (0, 0, 1, 2)),
+    # A batch of the shortest prompts, and prompts that fill a batch.
+    "full batches": Load(80, ((8, 64), (2040, 2041)), (3, 6, 32), (0, 0, 0, 1, 2, 32)),
     "bursts": Load(512, (SHORT,), (1, 8, 32), (0,) * 9 + (128,)),
     "all at once": Load(1024, ((8, 64),), (8, 32), (1024,)),
     "prompt logprobs": Load(
@@ -97,6 +99,9 @@ CASES: dict[str, dict[str, Any]] = {
     | hybrid(max_num_batched_tokens=2048),
     "hybrid, 2048 tokens a batch, drafts, compiled": COMPILED
     | hybrid(max_num_batched_tokens=2048, speculative_config=NGRAM),
+    "hybrid, 2048 tokens a batch, 32 sequences, drafts, compiled": COMPILED
+    | {"load": "full batches"}
+    | hybrid(max_num_batched_tokens=2048, max_num_seqs=32, speculative_config=NGRAM),
     "small": {"model": "dense"},
 }
 

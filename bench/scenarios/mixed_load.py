@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
-from bench.scenarios.on_the_host import compute_on_host
+from bench.scenarios.on_the_host import accept_drafts, compute_on_host
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -91,6 +91,8 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     arguments = start.ENGINE | arguments | case["llm"]
+    if arguments.get("speculative_config", {}).get("method") == "ngram":
+        accept_drafts(random.Random(0))
     if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # the official release
         arguments.pop("gpu_memory_limit_bytes", None)
     llm = LLM(models.write(case["model"], folder / "model"), **arguments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -37,6 +39,33 @@ def index_chunks_on_host() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(name_of) is prepare:
             vars(module)[name_of] = exact
+
+
+def accept_drafts(rng: random.Random) -> None:
+    """Accept a random number of each request's drafts (V1): no kernel says how many.
+
+    Every token is 7, as those of the prompts, so that n-grams are found again.
+    """
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def accepted(
+        output_token_ids: Any,
+        vocab_size: int,
+        discard_req_indices: Sequence[int] = (),
+        logprobs_tensors: Any = None,
+    ) -> tuple[list[list[int]], None]:
+        requests, most = output_token_ids.shape
+        tokens = [[7] * rng.randint(1, most) for _ in range(requests)]
+        for discarded in discard_req_indices:
+            tokens[discarded] = []
+        return tokens, None
+
+    def no_drafts(runner: Any, sampled_token_ids: Any) -> list[list[int]]:
+        return [[7] for _ in range(len(sampled_token_ids))]
+
+    RejectionSampler.parse_output = staticmethod(accepted)
+    GPUModelRunner._to_list = no_drafts
 
 
 def inspect_models_here() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,11 @@ from typing import Any
 
 from bench.scenarios import observe
 from bench.scenarios.loads import with_image, with_sound
-from bench.scenarios.on_the_host import compute_on_host, inspect_models_here
+from bench.scenarios.on_the_host import (
+    accept_drafts,
+    compute_on_host,
+    inspect_models_here,
+)
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -208,6 +213,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         inspect_models_here()
     model = models.MODELS[case["model"]]
     compute_on_host(model, bool(case["llm"].get("enable_lora")))
+    if case["llm"].get("speculative_config", {}).get("method") == "ngram":
+        accept_drafts(random.Random(0))
     if "num_mel_bins" in model:  # which convolves; cuDNN does not start on the device
         torch.backends.cudnn.enabled = False
     if case["workspace"]:
@@ -336,8 +343,8 @@ def serve(llm: Any, limit: int) -> str:
     """Serve the largest batches while another process has all but `limit` bytes.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
-    largest image if the model takes images; each with sound if it takes sound. Returns
-    "lives", or why it does not.
+    largest image if the model takes images; each with sound if it takes sound. With
+    n-grams, both beside each other then. Returns "lives", or why it does not.
     """
     from vllm import SamplingParams
 
@@ -355,6 +362,9 @@ def serve(llm: Any, limit: int) -> str:
         short, long = [with_sound(**prompt) for prompt in short], with_sound(**long)
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
+    batches = [short, [long]]
+    if getattr(config.speculative_config, "method", "") == "ngram":
+        batches.append([*short[1:], long])
     parameters = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -364,7 +374,7 @@ def serve(llm: Any, limit: int) -> str:
     )
     control.other_process(max(0, control.memory() - limit))
     try:
-        for prompts in short, [long]:
+        for prompts in batches:
             if config.model_config.runner_type == "pooling":
                 llm.embed(prompts, use_tqdm=False)
             else:
