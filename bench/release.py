@@ -185,8 +185,7 @@ def grid(percents: range) -> Iterator[Start]:
 
 def more(percents: range) -> Iterator[Start]:
     for row in product(MORE, RUNNERS, MODES, ("",), percents):
-        if row[:2] != ("hybrid and ngrams", "V2"):  # whose drafts a kernel accepts
-            yield Start(*row)
+        yield Start(*row)
 
 
 def start_all(base: Base, starts: list[Start], site: str) -> list[dict[str, Any]]:

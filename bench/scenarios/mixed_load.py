@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
-from bench.scenarios.on_the_host import accept_drafts, compute_on_host
+from bench.scenarios.on_the_host import compute_on_host
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -78,7 +78,6 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         mode = {} if case["compile"] else {"mode": 0, "cudagraph_mode": "FULL"}
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
         arguments["compilation_config"] = sizes | mode
-    compute_on_host(models.MODELS[case["model"]], case["lora"])
     if case["lora"]:
         arguments |= {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     if case["draft"]:
@@ -91,8 +90,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     arguments = start.ENGINE | arguments | case["llm"]
-    if arguments.get("speculative_config", {}).get("method") == "ngram":
-        accept_drafts(random.Random(0))
+    compute_on_host(models.MODELS[case["model"]], arguments)
     if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # the official release
         arguments.pop("gpu_memory_limit_bytes", None)
     llm = LLM(models.write(case["model"], folder / "model"), **arguments)

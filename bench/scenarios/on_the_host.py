@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def compute_on_host(model: dict[str, Any], lora: bool) -> None:
-    """What an engine of this model's configuration reads back from kernels."""
+def compute_on_host(model: dict[str, Any], llm: dict[str, Any]) -> None:
+    """What an engine of this model's configuration, and with these arguments of LLM,
+    reads back from kernels."""
     if "linear_num_value_heads" in model.get("text_config", model):
         index_chunks_on_host()
-    if lora:
+    if llm.get("enable_lora"):
         count_unique_on_host()
+    if llm.get("speculative_config", {}).get("method") == "ngram":
+        accept_drafts()
 
 
 def index_chunks_on_host() -> None:
@@ -41,13 +44,15 @@ def index_chunks_on_host() -> None:
             vars(module)[name_of] = exact
 
 
-def accept_drafts(rng: random.Random) -> None:
+def accept_drafts() -> None:
     """Accept a random number of each request's drafts (V1): no kernel says how many.
 
     Every token is 7, as those of the prompts, so that n-grams are found again.
     """
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    rng = random.Random(0)
 
     def accepted(
         output_token_ids: Any,

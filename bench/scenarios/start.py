@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -18,11 +17,7 @@ from typing import Any
 
 from bench.scenarios import observe
 from bench.scenarios.loads import with_image, with_sound
-from bench.scenarios.on_the_host import (
-    accept_drafts,
-    compute_on_host,
-    inspect_models_here,
-)
+from bench.scenarios.on_the_host import compute_on_host, inspect_models_here
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -212,9 +207,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     if device.VIRTUAL:
         inspect_models_here()
     model = models.MODELS[case["model"]]
-    compute_on_host(model, bool(case["llm"].get("enable_lora")))
-    if case["llm"].get("speculative_config", {}).get("method") == "ngram":
-        accept_drafts(random.Random(0))
+    compute_on_host(model, case["llm"])
     if "num_mel_bins" in model:  # which convolves; cuDNN does not start on the device
         torch.backends.cudnn.enabled = False
     if case["workspace"]:
