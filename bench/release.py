@@ -57,6 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
         "model": "hybrid",
         "llm": {
             "gdn_prefill_backend": "triton",
+            "max_model_len": 4096,
             "max_num_seqs": 32,
             "speculative_config": NGRAM,
         },

@@ -337,7 +337,8 @@ def serve(llm: Any, limit: int) -> str:
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. With
-    n-grams, both beside each other then. Returns "lives", or why it does not.
+    n-grams, both beside each other then, and the long one beside prompts of one token.
+    Returns "lives", or why it does not.
     """
     from vllm import SamplingParams
 
@@ -357,7 +358,7 @@ def serve(llm: Any, limit: int) -> str:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
     if getattr(config.speculative_config, "method", "") == "ngram":
-        batches.append([*short[1:], long])
+        batches += [[*short[1:], long], [*[{"prompt_token_ids": [7]}] * 7, long]]
     parameters = SamplingParams(
         temperature=0.8,
         top_p=0.9,

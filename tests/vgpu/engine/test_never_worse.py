@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.scenarios.loads import NGRAM
 from tests.vgpu.engine.harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
@@ -341,6 +342,17 @@ BATCHES: dict[str, dict[str, Any]] = {
     },
     "vision": {"model": "vision"},
     "draft": {"model": "dense", "draft": 2},
+    # Drafts beside prefills, whose tensors have the size of a page of the allocator.
+    "n-grams": {
+        "model": "hybrid",
+        "llm": {
+            "gdn_prefill_backend": "triton",
+            "gpu_memory_utilization": 0.75,
+            "max_model_len": 4096,  # of a prompt that fills a step, and its outputs
+            "max_num_seqs": 56,
+            "speculative_config": NGRAM,
+        },
+    },
 }
 
 
@@ -354,6 +366,7 @@ BATCHES: dict[str, dict[str, Any]] = {
         pytest.param("hybrid in half", False, marks=long),
         pytest.param("vision", False, marks=full),
         pytest.param("draft", True, marks=full),
+        ("n-grams", False),
     ],
 )
 def test_the_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
