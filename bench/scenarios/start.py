@@ -358,7 +358,8 @@ def serve(llm: Any, limit: int) -> str:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
     if getattr(config.speculative_config, "method", "") == "ngram":
-        batches += [[*short[1:], long], [*[{"prompt_token_ids": [7]}] * 7, long]]
+        one_token = {"prompt_token_ids": [7]}
+        batches += [[*short[1:], long], [one_token] * 7 + [long]]
     parameters = SamplingParams(
         temperature=0.8,
         top_p=0.9,
