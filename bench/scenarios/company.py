@@ -2,8 +2,9 @@
 
 The argument is a JSON object: "programs", the number of them, "seed", the first one's,
 and "memory", bytes of the device that a program may take. A program mixes steps, loads
-(in the sleep-mode pool, too), sleep and wake-up, and a caller's tensors; every third
-has a thread that allocates and frees beside. A line a program says how it ended: it
+(in the sleep-mode pool, too), sleep and wake-up, the end of another engine's start, and
+a caller's tensors. Of three programs one has a thread beside that allocates and frees,
+and one a thread that captures CUDA graphs. A line a program says how it ended: it
 "lives", an action was "out of memory", or it was "harmed", which ends the scenario:
 PyTorch counts memory that the device does not have, contents changed, or another call
 failed.
@@ -18,7 +19,9 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from itertools import chain, repeat
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -72,17 +75,26 @@ class Process:
         # A worker that has started, as far as its allocations go.
         self.worker: Any = Worker.__new__(Worker)
         self.worker.device = DEVICE
+        self.worker.vllm_config = SimpleNamespace(
+            kv_transfer_config=None, ec_transfer_config=None
+        )
+        self.worker.startup_memory = SimpleNamespace(limit=None)
         self.step_memory: Any = contextlib.nullcontext
-        with contextlib.suppress(ImportError):  # the release has no such module
-            from vllm.v1.worker.serving_memory import ServingMemory
-
-            serving = ServingMemory(self.worker)
-            serving.steps_are_expandable = True
-            self.step_memory = serving.step
+        self.serving_begins()
         self.pool = CuMemAllocator.get_instance()
         self.held: list[tuple[torch.Tensor, int]] = []
         self.weights: list[tuple[torch.Tensor, int]] = []
         self.asleep = False
+
+    def serving_begins(self) -> None:
+        """As at the end of a start."""
+        try:
+            from vllm.v1.worker.serving_memory import ServingMemory
+        except ImportError:  # the release has no such module
+            return
+        serving = ServingMemory(self.worker)
+        serving.begin()
+        self.step_memory = serving.step
 
     def step(self) -> None:
         tokens = self.rng.choice((64, 256, 2048, 8192))
@@ -160,20 +172,47 @@ def has_own_pool(worker: Any) -> bool:
     return "own_pool" in inspect.signature(scope, follow_wrapped=False).parameters
 
 
+def allocates(rng: random.Random) -> Generator[None]:
+    held: list[torch.Tensor] = []
+    while True:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            held.append(allocate(rng.choice((1, 3, 12, 30))))
+        del held[: len(held) - 2]
+        yield
+
+
+def captures(rng: random.Random) -> Generator[None]:
+    """In one memory pool, which a graph keeps, as torch.compile and vLLM do."""
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    kept, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for which in chain((kept,), repeat(graph)):
+            which.reset()
+            which.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                for _ in range(rng.randrange(1, 4)):
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        allocate(rng.choice((1, 12))).fill_(0)
+                    yield
+            finally:
+                which.capture_end()
+            which.replay()
+            yield
+
+
 @contextlib.contextmanager
-def company(rng: random.Random) -> Iterator[None]:
-    """Another thread that allocates and frees."""
-    sizes = [rng.choice((1, 3, 12, 30)) for _ in range(64)]
+def company(does: Generator[None]) -> Iterator[None]:
+    """Another thread. What it raises, its caller does."""
     stop = threading.Event()
+    failed: list[BaseException] = []
 
     def run() -> None:
-        held: list[torch.Tensor] = []
-        for i in range(10**9):
-            if stop.wait(0.0005):
-                break
-            with contextlib.suppress(torch.OutOfMemoryError):
-                held.append(allocate(sizes[i % len(sizes)]))
-            del held[: len(held) - 2]
+        try:
+            while not stop.wait(0.0005):
+                next(does)
+            does.close()
+        except BaseException as error:
+            failed.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -182,6 +221,8 @@ def company(rng: random.Random) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+    if failed:
+        raise failed[0]
 
 
 def program(seed: int, memory: int) -> str:
@@ -191,8 +232,14 @@ def program(seed: int, memory: int) -> str:
         process.step, process.step, process.step, process.caller_allocates,
         process.caller_allocates, process.caller_frees, process.load,
         process.load_asleep, process.sleep_or_wake, process.caller_empties_the_cache,
+        process.serving_begins,
     ]  # fmt: skip
-    beside = company(random.Random(seed)) if seed % 3 == 0 else contextlib.nullcontext()
+    other = random.Random(seed)
+    beside = (
+        company(allocates(other)),
+        company(captures(other)),
+        contextlib.nullcontext(),
+    )[seed % 3]
     torch.cuda.set_per_process_memory_fraction(memory / total())
     outcome = "lives"
     with beside:

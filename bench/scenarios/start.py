@@ -337,7 +337,7 @@ def serve(llm: Any, limit: int) -> str:
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. With
-    n-grams, both beside each other then, and the long one beside prompts of one token.
+    drafts, both beside each other then, and the long one beside prompts of one token.
     Returns "lives", or why it does not.
     """
     from vllm import SamplingParams
@@ -357,7 +357,7 @@ def serve(llm: Any, limit: int) -> str:
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
-    if getattr(config.speculative_config, "method", "") == "ngram":
+    if config.speculative_config:
         one_token = {"prompt_token_ids": [7]}
         batches += [[*short[1:], long], [one_token] * 7 + [long]]
     parameters = SamplingParams(

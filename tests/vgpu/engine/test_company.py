@@ -51,6 +51,20 @@ def test_why_a_split_limit_is_not_switched(free_at: str, tmp_path: Path) -> None
         assert "invalid argument" in result["error"]
 
 
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_why_a_trainer_captures_in_one_pool(expandable: str, tmp_path: Path) -> None:
+    """PyTorch waits for the stream of an expandable segment that it gives back."""
+    device = {"memory": "2GiB"}
+    result = run(
+        "captured_again", expandable, vllm="official", device=device, folder=tmp_path
+    )
+    if expandable == "False":
+        assert (result["emptied"], result["captured"]) == ("done", "done")
+    else:
+        assert "not permitted when stream is capturing" in result["emptied"]
+        assert "previous error during capture" in result["captured"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
