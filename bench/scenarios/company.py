@@ -1,7 +1,8 @@
 """Random programs of a process in which an engine serves and its caller allocates.
 
 The argument is a JSON object: "programs", the number of them, "seed", the first one's,
-and "memory", bytes of the device that a program may take. A program mixes steps, loads
+"memory", bytes of the device that a program may take, and "maps", whether the driver
+can map memory; if not, no program uses the sleep-mode pool. A program mixes steps, loads
 (in the sleep-mode pool, too), sleep and wake-up, the end of another engine's start, and
 a caller's tensors. Of three programs one has a thread beside that allocates and frees,
 and one a thread that captures CUDA graphs. A line a program says how it ended: it
@@ -27,6 +28,8 @@ from typing import Any
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import torch  # noqa: E402
+
+from vgpu import control  # noqa: E402
 
 MIB = 2**20
 DEVICE = torch.device("cuda:0")
@@ -149,8 +152,6 @@ class Process:
         torch.accelerator.empty_cache()
 
     def check(self) -> None:
-        from vgpu import control
-
         asleep = self.pool.get_current_usage() if self.asleep else 0
         if torch.accelerator.memory_allocated() > control.process_used() + asleep:
             raise Harm("PyTorch counts memory that the device has not")
@@ -225,14 +226,14 @@ def company(does: Generator[None]) -> Iterator[None]:
         raise failed[0]
 
 
-def program(seed: int, memory: int) -> str:
+def program(seed: int, memory: int, maps: bool) -> str:
     rng = random.Random(seed)
     process = Process(rng, memory)
     actions: list[Callable[[], None]] = [
         process.step, process.step, process.step, process.caller_allocates,
         process.caller_allocates, process.caller_frees, process.load,
-        process.load_asleep, process.sleep_or_wake, process.caller_empties_the_cache,
-        process.serving_begins,
+        process.caller_empties_the_cache, process.serving_begins,
+        *((process.load_asleep, process.sleep_or_wake) if maps else ()),
     ]  # fmt: skip
     other = random.Random(seed)
     beside = (
@@ -266,10 +267,12 @@ def total() -> int:
 def main() -> None:
     asked = json.loads(sys.argv[1])
     allocate(1)
+    if not asked["maps"]:
+        control.inject("cuMemCreate", error="not_supported", times=10**9)
     for seed in range(asked["seed"], asked["seed"] + asked["programs"]):
         harm = False
         try:
-            outcome = program(seed, asked["memory"])
+            outcome = program(seed, asked["memory"], asked["maps"])
         except Exception as error:  # no program may raise anything
             outcome, harm = f"harmed: {type(error).__name__}: {str(error)[:100]}", True
         print("RESULT " + json.dumps({"seed": seed, "outcome": outcome}), flush=True)

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "graphs": False,
     "compile": False,
     "sleep": 0,  # level
+    "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
     "serve": False,  # serve the largest batches within what was requested
     "held": 0,  # what another process holds before the start
@@ -85,7 +86,7 @@ def main() -> None:
     result["peak"] = device.peak()
     peak = result.pop("start_peak", device.process_peak())
     result["process_peak"] = peak - result.get("before", 0)
-    if asked.keys() & {"moved", "held", "serve"} and device.VIRTUAL:
+    if asked.keys() & {"moved", "held", "greedy", "serve"} and device.VIRTUAL:
         from vgpu import control
 
         control.other_process(-control.other())  # or the next start has less memory
@@ -101,6 +102,10 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
     finally:
         if first:
             result["lost"] = lost(first)
+    if asked.get("greedy"):
+        from vgpu import control
+
+        control.other_process(control.available())
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
     if asked.get("serve"):

@@ -12,9 +12,9 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="its steps are upstream's")
 
 
-def outcomes(vllm: str, programs: int, folder: Path) -> dict[int, str]:
+def outcomes(vllm: str, programs: int, maps: bool, folder: Path) -> dict[int, str]:
     folder.mkdir()
-    case = {"programs": programs, "seed": 1, "memory": 1500 * MIB}
+    case = {"programs": programs, "seed": 1, "memory": 1500 * MIB, "maps": maps}
     device = {"memory": "16GiB"}
     done = run(
         "company", case, vllm=vllm, device=device, folder=folder, timeout=programs * 60
@@ -23,13 +23,14 @@ def outcomes(vllm: str, programs: int, folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("maps", [True, False], ids=["", "no-mapping"])
 @pytest.mark.parametrize(
     "programs", [12, pytest.param(10_000, marks=pytest.mark.long, id="many")]
 )
-def test_nobody_is_harmed(programs: int, tmp_path: Path) -> None:
+def test_nobody_is_harmed(programs: int, maps: bool, tmp_path: Path) -> None:
     """And a program that lives with the release lives with ours."""
-    ours = outcomes("envelope", programs, tmp_path / "envelope")
-    release = outcomes("official", programs, tmp_path / "official")
+    ours = outcomes("envelope", programs, maps, tmp_path / "envelope")
+    release = outcomes("official", programs, maps, tmp_path / "official")
     assert len(ours) == programs
     assert not [seed for seed in ours if ours[seed].startswith("harmed")]
     assert not [
@@ -63,6 +64,22 @@ def test_why_a_trainer_captures_in_one_pool(expandable: str, tmp_path: Path) -> 
     else:
         assert "not permitted when stream is capturing" in result["emptied"]
         assert "previous error during capture" in result["captured"]
+
+
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_what_warming_up_caches_is_not_a_neighbours(vllm: str, tmp_path: Path) -> None:
+    """V1 warms up the sampler for batches that come when another process has the rest."""
+    llm = {"max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+    case = {"model": "llama-8b", "v2": False, "llm": llm, "greedy": True}
+    result = run(
+        "start",
+        case | {"generate": 3},
+        vllm=vllm,
+        device={"memory": "32GiB"},
+        hooks=HOOKS,
+        folder=tmp_path,
+    )
+    assert result.get("tokens") == [3] * 4, result
 
 
 @pytest.mark.full
