@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "graphs": False,
     "compile": False,
     "sleep": 0,  # level
+    "refused": "",  # the call of the driver that fails, as where it cannot map memory
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
     "serve": False,  # serve the largest batches within what was requested
@@ -96,6 +97,10 @@ def main() -> None:
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
     """Start what the case asks for. `result` has what the process held "before" the
     engine; "process_peak" does not include it."""
+    if call := asked.get("refused"):
+        from vgpu import control
+
+        control.inject(call, error="not_supported", times=10**9)
     first = beside(asked, result)
     try:
         llm = engine(asked, result)

@@ -82,6 +82,16 @@ def test_what_warming_up_caches_is_not_a_neighbours(vllm: str, tmp_path: Path) -
     assert result.get("tokens") == [3] * 4, result
 
 
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemSetAccess"])
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_a_driver_cannot_map_memory(vllm: str, call: str, tmp_path: Path) -> None:
+    """Nothing of it, or only in part (pytorch#192330)."""
+    device = {"memory": "8GiB"}
+    case = {"model": "dense", "refused": call, "generate": 3}
+    result = run("start", case, vllm=vllm, device=device, hooks=HOOKS, folder=tmp_path)
+    assert result.get("tokens") == [3] * 4, result
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
