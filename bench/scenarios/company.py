@@ -90,12 +90,13 @@ class Process:
         self.asleep = False
 
     def serving_begins(self) -> None:
-        """As at the end of a start."""
+        """As a start warms up and ends."""
         try:
             from vllm.v1.worker.serving_memory import ServingMemory
         except ImportError:  # the release has no such module
             return
         serving = ServingMemory(self.worker)
+        serving.end()
         serving.begin()
         self.step_memory = serving.step
 
