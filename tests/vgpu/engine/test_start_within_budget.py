@@ -100,7 +100,7 @@ def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     for refused in results:
         assert refused["outcome"] == "ValueError" and refused["within"]
         needed = re.search(
-            r"KV cache of 128 blocks, .* which is (\d+) bytes .* (\d+) bytes .* available",
+            r"cache of 128 blocks, .* which is (\d+) bytes .* (\d+) bytes .* available",
             refused["error"],
         )
         assert needed and int(needed[1]) > int(needed[2])
