@@ -93,17 +93,15 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("v2", [V2])
 def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
-    """A state for each sequence does not fit: found before graphs are profiled, even if
-    their first batch, in which attention makes a workspace, does not fit either."""
+    """A state for each sequence does not fit: found before graphs are profiled."""
     asked = case("hybrid", v2, 48, fragmentation_buffer_bytes=512 * MIB)
-    results = starts([asked | {"workspace": 1024 * MIB}, asked], "envelope", tmp_path)
-    for refused in results:
-        assert refused["outcome"] == "ValueError" and refused["within"]
-        needed = re.search(
-            r"cache of 128 blocks, .* which is (\d+) bytes .* (\d+) bytes .* available",
-            refused["error"],
-        )
-        assert needed and int(needed[1]) > int(needed[2])
+    (refused,) = starts([asked], "envelope", tmp_path)
+    assert refused["outcome"] == "ValueError" and refused["within"]
+    needed = re.search(
+        r"KV cache of 128 blocks, .* which is (\d+) bytes .* (\d+) bytes .* available",
+        refused["error"],
+    )
+    assert needed and int(needed[1]) > int(needed[2])
     utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", refused["error"])
     sequences = re.search(r"--max-num-seqs (\d+)", refused["error"])
     assert utilization and sequences and "--enforce-eager" in refused["error"]
