@@ -86,7 +86,8 @@ class Testers:
         }
         shelf = self.base.root / "build/kernels"
         environment = caches.environment(environment, place / "caches", shelf)
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["-p", "scripts.forked_tests", *options]
         command += [f"--junitxml={report}", *tests_by_name(tests)]
         process = self.processes.get()
         try:

@@ -12,7 +12,6 @@ read when a process starts.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import os
@@ -28,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import interpret, launch
+from . import frozen, interpret, launch
 from .config import Configuration
 from .errors import VgpuError
 
@@ -159,8 +158,7 @@ def _become(
         os.environ.update(added | order["environment"] | changed)
         os.chdir(order["folder"])
         interpret.install()
-        # Thawing would thaw imported objects, too: each collection would visit them.
-        gc.freeze = gc.unfreeze = lambda: None
+        frozen.keep()
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         command = order["command"]
@@ -201,8 +199,7 @@ def main(imports: Sequence[str]) -> None:
     now = dict(os.environ)
     added = {key: now[key] for key in now.keys() - before.keys()}
     changed = {key: now[key] for key in now.keys() & before if now[key] != before[key]}
-    gc.collect()
-    gc.freeze()
+    frozen.freeze()
     print("ready", file=answers)
     for line in sys.stdin:
         child = os.fork()

@@ -1,0 +1,88 @@
+"""A pytest plugin: vLLM's tests that each spawn a process are forked instead.
+
+`spawn_new_process_for_each_test` (tests/utils.py) runs a script in a new interpreter,
+which imports PyTorch, vLLM and the tests: all but a second of such a test. Here the same
+script runs in a fork of a process that has collected the tests, and never calls CUDA.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from typing import Any, NoReturn
+
+import pytest
+
+from vgpu import frozen
+
+
+class Forks:
+    """Stands for the module `subprocess` in tests/utils.py."""
+
+    def __init__(self) -> None:
+        self._orders, orders = Pipe()
+        if os.fork() == 0:
+            self._orders.close()
+            serve(orders)
+        orders.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes,  # noqa: A002 (as subprocess has it)
+        env: Mapping[str, str],
+    ) -> subprocess.CompletedProcess[bytes]:
+        python, option, script = command
+        assert (python, option) == (sys.executable, "-c")
+        self._orders.send((script, input, dict(env)))
+        return subprocess.CompletedProcess(command, self._orders.recv())
+
+
+def serve(orders: Any) -> NoReturn:
+    """Fork for each order, until the other end closes."""
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            os._exit(0)
+        child = os.fork()
+        if child == 0:
+            become(*order)
+        _, status = os.waitpid(child, 0)
+        orders.send(os.waitstatus_to_exitcode(status))
+
+
+def become(script: str, given: bytes, environment: dict[str, str]) -> NoReturn:
+    """What an interpreter does with a script and its input."""
+    status = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdin = io.TextIOWrapper(io.BytesIO(given))
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    frozen.freeze()
+    utils, torch = map(sys.modules.get, ("tests.utils", "torch"))
+    # A process that has called CUDA cannot be forked.
+    if utils and torch and not torch.cuda.is_initialized():
+        utils.subprocess = Forks()  # type: ignore[attr-defined]
