@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
     "workspace": 0,  # what the first batch makes attention's metadata builder hold
     "folder": "",  # where the model is written: a key of compile caches
-    "environment": {},  # variables that vLLM reads when it needs them
+    "environment": {},  # variables; PyTorch reads its own as it is imported
     "llm": {},  # further arguments of LLM
 }
 ENGINE: dict[str, Any] = {

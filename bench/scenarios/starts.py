@@ -3,7 +3,7 @@
 The argument is a JSON list of cases (see start.py); prints a RESULT line for each. The
 processes are forked from one that has imported what a start imports, which is most of
 its time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
-FlashInfer's imports for itself.
+FlashInfer's, or a variable that is not vLLM's, imports for itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from bench.scenarios import start
 
@@ -39,7 +40,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     for case in json.loads(sys.argv[1]):
-        if "flashinfer_tactic" in case:
+        if "flashinfer_tactic" in case or has_others_variable(case):
             done = subprocess.run(
                 [sys.executable, "-m", start.__name__, json.dumps(case)]
             )
@@ -53,6 +54,11 @@ def main() -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         tell_death(status)
+
+
+def has_others_variable(case: dict[str, Any]) -> bool:
+    """PyTorch reads its variables as it is imported, vLLM when it needs them."""
+    return any(not name.startswith("VLLM_") for name in case.get("environment", {}))
 
 
 def tell_death(status: int) -> None:

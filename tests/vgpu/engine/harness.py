@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +43,6 @@ def run(
     visible: str | None = None,
     caches: Path | None = None,
     forked: bool = True,
-    at_import: Mapping[str, str] | None = None,
     timeout: int = 420,
 ) -> dict[str, Any]:
     """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
@@ -54,8 +52,7 @@ def run(
     no string. It starts cold: no result of an earlier run is there, unless `caches` is
     the folder where that run kept them.
     `forked` from a process that has imported vLLM without FlashInfer, or else one that
-    imports for itself. `at_import`: environment variables that are read as torch and
-    vLLM are imported; another process imports with them.
+    imports for itself.
 
     `visible` is CUDA_VISIBLE_DEVICES.
 
@@ -75,16 +72,10 @@ def run(
     command = ["-m", f"bench.scenarios.{scenario}", argument]
     out, error = folder / "stdout", folder / "stderr"
     if forked:
-        with (
-            closing(imported(vllm, own, at_import))
-            if at_import
-            else nullcontext(server(vllm))
-        ) as parent:
-            parent.run(
-                config.load(settings), command, folder=folder,
-                environment=environment | dict(at_import or {}),
-                out=out, error=error, timeout=timeout,
-            )  # fmt: skip
+        server(vllm).run(
+            config.load(settings), command, folder=folder, environment=environment,
+            out=out, error=error, timeout=timeout,
+        )  # fmt: skip
     else:
         with (
             launch.device(config.load(settings), environment) as env,
@@ -115,14 +106,8 @@ def environment_of(vllm: str, caches: Path) -> dict[str, str]:
 def server(vllm: str) -> Server:
     """Lives as long as the tests of this process."""
     folder = tempfile.TemporaryDirectory(prefix="vgpu-server-")
-    started = imported(vllm, Path(folder.name))
+    environment = environment_of(vllm, Path(folder.name))
+    started = Server(sys.executable, IMPORTS, environment, config.load())
     atexit.register(folder.cleanup)
     atexit.register(started.close)
     return started
-
-
-def imported(
-    vllm: str, caches: Path, variables: Mapping[str, str] | None = None
-) -> Server:
-    environment = environment_of(vllm, caches) | dict(variables or {})
-    return Server(sys.executable, IMPORTS, environment, config.load())

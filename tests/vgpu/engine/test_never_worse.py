@@ -41,7 +41,6 @@ def starts(
     vllm: str,
     folder: Path,
     device: dict[str, object] = DEVICE,
-    at_import: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """The result of each start, and whether it stayed "within" what it requested."""
     results = run(
@@ -51,7 +50,6 @@ def starts(
         device=device,
         hooks=HOOKS,
         folder=folder,
-        at_import=at_import,
         timeout=900,
     )["every"]
     assert len(results) == len(cases)
@@ -82,12 +80,11 @@ def compared(
     cases: dict[str, dict[str, Any]],
     folder: Path,
     device: dict[str, object] = DEVICE,
-    at_import: dict[str, str] | None = None,
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Official and ours. The official starts all."""
     asked = list(cases.values())
     official, ours = (
-        starts(asked, s, folder, device, at_import) for s in ("official", "envelope")
+        starts(asked, s, folder, device) for s in ("official", "envelope")
     )
     assert [r["outcome"] for r in official] == ["started"] * len(cases), official
     return dict(zip(cases, zip(official, ours, strict=True), strict=True))
@@ -96,7 +93,6 @@ def compared(
 GRAPHS = {"graphs": True}
 # What a tactic asks FlashInfer's autotuner for: more than activations take.
 TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(
@@ -245,12 +241,14 @@ def test_a_worker_that_serves_warms_up_again(
 @full
 def test_expandable_segments(tmp_path: Path) -> None:
     """Experts, and a batch that leaves segments of many sizes."""
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     llm = {"max_model_len": 8192, "max_num_seqs": 128, "max_num_batched_tokens": 8192}
     cases = {
-        name: case(v2, 0.5, llm=llm) | {"model": "qwen-30b-a3b"}
+        name: case(v2, 0.5, environment=environment, llm=llm)
+        | {"model": "qwen-30b-a3b"}
         for name, v2 in {"v1": False, "v2": True}.items()
     }
-    pairs = compared(cases, tmp_path, DEVICE | {"memory": 48 * GIB}, EXPANDABLE)
+    pairs = compared(cases, tmp_path, DEVICE | {"memory": 48 * GIB})
     found = {
         name: worse(ours, official, ROW * 151936)
         for name, (official, ours) in pairs.items()
@@ -274,12 +272,12 @@ def test_a_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
 
 def test_cuda_malloc_async(tmp_path: Path) -> None:
     """PyTorch's limit is 2**64 bytes at first: no fraction could set that again."""
-    backend = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     cases = {
-        name: case(v2, 0.5, generate=4, **GRAPHS)
+        name: case(v2, 0.5, environment=environment, generate=4, **GRAPHS)
         for name, v2 in {"v1": False, "v2": True}.items()
     }
-    pairs = compared(cases, tmp_path, at_import=backend)
+    pairs = compared(cases, tmp_path)
     # What the driver caches beside tensors is the engine's, too.
     cached = 32 * MIB
     found = {n: worse(ours, official, cached) for n, (official, ours) in pairs.items()}
@@ -294,11 +292,9 @@ def test_experts_without_graphs(tmp_path: Path) -> None:
     """The release profiles them on one stream and warms up on another, where cuBLAS
     has a second workspace. The official takes more than it requested by that."""
     experts = case(False, 0.7, llm={"max_num_seqs": 128}) | {"model": "moe"}
-    device = DEVICE | {"memory": 2560 * MIB}
-    pairs = {
-        name: compared({name: experts}, tmp_path, device, at_import)[name]
-        for name, at_import in {"plain": None, "expandable": EXPANDABLE}.items()
-    }
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    cases = {"plain": experts, "expandable": experts | {"environment": environment}}
+    pairs = compared(cases, tmp_path, DEVICE | {"memory": 2560 * MIB})
     found = {
         name: worse(ours, official, ROW * 32000)
         for name, (official, ours) in pairs.items()
