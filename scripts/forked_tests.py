@@ -1,7 +1,7 @@
 """A pytest plugin: vLLM's tests that each spawn a process are forked instead.
 
 `spawn_new_process_for_each_test` (tests/utils.py) runs a script in a new interpreter,
-which imports PyTorch, vLLM and the tests: all but a second of such a test. Here the same
+which imports PyTorch, vLLM and the tests: all but a second of such a test. Here that
 script runs in a fork of a process that has collected the tests, and never calls CUDA.
 """
 

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-UTILS = '''
+UTILS = """
 import os, subprocess, sys
 
 def spawn(script: str) -> int:
     env = os.environ | {"OWN": "1"}
-    return subprocess.run([sys.executable, "-c", script], input=b"in", env=env).returncode
-'''
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, input=b"in", env=env).returncode
+"""
 TESTS = '''
 import os
 import torch
