@@ -11,14 +11,15 @@ import io
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from typing import Any, NoReturn
 
 import pytest
 
 from vgpu import frozen
+from vgpu.server import end_with
 
 
 class Forks:
@@ -56,28 +57,17 @@ def serve(orders: Any) -> NoReturn:
             os._exit(0)
         child = os.fork()
         if child == 0:
-            become(*order)
+            end_with(partial(become, *order))
         _, status = os.waitpid(child, 0)
         orders.send(os.waitstatus_to_exitcode(status))
 
 
-def become(script: str, given: bytes, environment: dict[str, str]) -> NoReturn:
+def become(script: str, given: bytes, environment: dict[str, str]) -> None:
     """What an interpreter does with a script and its input."""
-    status = 1
-    try:
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.stdin = io.TextIOWrapper(io.BytesIO(given))
-        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = io.TextIOWrapper(io.BytesIO(given))
+    exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

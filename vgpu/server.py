@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,36 +141,11 @@ def _kill(group: int) -> None:
         return
 
 
-def _become(
-    order: dict[str, Any], added: dict[str, str], changed: dict[str, str]
-) -> NoReturn:
-    """The forked process: does what an interpreter does with a command line.
-
-    `added` and `changed` is what the imports did to the environment.
-    """
+def end_with(body: Callable[[], object]) -> NoReturn:
+    """Run `body` as the rest of a forked process, which ends as an interpreter does."""
     status = 1
     try:
-        os.setsid()
-        files = {0: os.devnull, 1: order["out"], 2: order["error"]}
-        for number, path in files.items():
-            mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            os.dup2(os.open(path, mode, 0o644), number)
-        os.environ.clear()
-        os.environ.update(added | order["environment"] | changed)
-        os.chdir(order["folder"])
-        interpret.install()
-        frozen.keep()
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:0] = [path for path in paths if path and path not in sys.path]
-        command = order["command"]
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            sys.path.insert(0, order["folder"])
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = command
-            sys.path.insert(0, str(Path(command[0]).parent))
-            runpy.run_path(command[0], run_name="__main__")
+        body()
         status = 0
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -185,6 +161,36 @@ def _become(
             except (OSError, ValueError):
                 status = status or 1
         os._exit(status)
+
+
+def _become(
+    order: dict[str, Any], added: dict[str, str], changed: dict[str, str]
+) -> None:
+    """The forked process: does what an interpreter does with a command line.
+
+    `added` and `changed` is what the imports did to the environment.
+    """
+    os.setsid()
+    files = {0: os.devnull, 1: order["out"], 2: order["error"]}
+    for number, path in files.items():
+        mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(path, mode, 0o644), number)
+    os.environ.clear()
+    os.environ.update(added | order["environment"] | changed)
+    os.chdir(order["folder"])
+    interpret.install()
+    frozen.keep()
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    command = order["command"]
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path.insert(0, order["folder"])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def main(imports: Sequence[str]) -> None:
@@ -204,7 +210,7 @@ def main(imports: Sequence[str]) -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _become(json.loads(line), added, changed)
+            end_with(partial(_become, json.loads(line), added, changed))
         print(child, file=answers)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers)
