@@ -156,10 +156,10 @@ calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
 	@$(call RUN,gpu.calibrate)
 	@$(call RUN,gpu.results_page)
 
-bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network
+bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network; TORCH=1: its PyTorch
 	@$(MAKE) -s wheel ARCH=x86_64
 	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
-	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
+	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(TORCH),--torch)
 
 results-page: .venv/ready  ## docs/gpu.md from results/
 	@$(call RUN,gpu.results_page)

@@ -2,6 +2,7 @@
 
     make calibrate                                     # this checkout, this machine
     python3 -m gpu.calibrate --bundle FILE.tar.xz  # elsewhere: docs/on-a-gpu.md
+    python3 -m gpu.calibrate --starts FILE.json    # its starts again, on such a GPU
     python3 -m gpu.calibrate --predict FILE.json   # the prediction alone, anywhere
 
 Measures what the driver takes (probe.py), writes it as a profile for vgpu/, starts
@@ -100,6 +101,25 @@ def start(kit: Kit, case: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
 
 
+def start_again(content: dict[str, Any], kit: Kit, folder: Path) -> None:
+    """Start the engines of an earlier result on this machine's GPU.
+
+    Raises:
+        Problem: it is another GPU, or a slice.
+    """
+    gpu = survey()[1]["gpu"]
+    for key in ("name", "memory", "driver", "share"):
+        if gpu[key] != content["gpu"][key]:
+            raise Problem(
+                f"a GPU whose {key} is {content['gpu'][key]} is needed, "
+                f"as in the result; found {gpu[key]}."
+            )
+    for entry in content["starts"].values():
+        entry["card"] = start(kit, entry["case"], folder)
+    content["started again"] = command_line()
+    content["versions"] = kit.installed() | {"vllm": kit.versions["patched"]}
+
+
 def predict(kit: Kit, content: dict[str, Any], folder: Path) -> None:
     """Start the same engines on the virtual device of that profile."""
     device = folder / "device.toml"
@@ -134,6 +154,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder (default: results/)")
     parser.add_argument("--predict", type=Path, help="an earlier result to complete")
     parser.add_argument(
+        "--starts", type=Path, help="an earlier result whose starts are done again"
+    )
+    parser.add_argument(
         "--no-predict", action="store_true", help="only measure and start on the GPU"
     )
     parser.add_argument("--small", action="store_true", help="a small model only")
@@ -142,13 +165,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if args.predict:
+        if earlier := args.starts or args.predict:
             try:
-                content = json.loads(args.predict.read_text())
+                content = json.loads(earlier.read_text())
             except (OSError, ValueError) as error:
-                raise Problem(f"{args.predict} is no result: {error}") from None
-            target = args.predict
+                raise Problem(f"{earlier} is no result: {error}") from None
+            target = (args.out or earlier.parent) / earlier.name
             kit = prepare(args, folder / "kit")
+            if args.starts:
+                start_again(content, kit, folder)
+                write(target, content)
         else:
             content, target, kit = on_card(args, folder)
         if not args.no_predict:

@@ -225,7 +225,8 @@ class CoTenant:
     """Another process on the GPU, which takes and releases memory as it is told.
 
     Orders: "take BYTES", "release BYTES" (multiples of 32 MiB), "leave BYTES" (take
-    all that is free but these). It ends with the process that started it.
+    all that is free but these, as far as the driver gives it). It ends with the
+    process that started it.
     """
 
     def __init__(self) -> None:
@@ -264,14 +265,20 @@ def serve_orders() -> None:
     def answer(**what: object) -> None:
         print(json.dumps(what), flush=True)
 
+    def take(driver: Driver, size: int) -> None:
+        for part in [size % CHUNK, *[CHUNK] * (size // CHUNK)]:
+            if part:
+                blocks.append((part, driver.allocate(part)))
+
     def carry_out(driver: Driver, verb: str, size: int) -> None:
         if verb == "leave":
             size = max(0, driver.memory()[0] - size)
             size -= size % (2 * MIB)
-        if verb in ("take", "leave"):
-            for part in [size % CHUNK, *[CHUNK] * (size // CHUNK)]:
-                if part:
-                    blocks.append((part, driver.allocate(part)))
+            with contextlib.suppress(CardError):
+                take(driver, size)
+            return
+        if verb == "take":
+            take(driver, size)
             return
         chunks = [block for block in blocks if block[0] == CHUNK][: size // CHUNK]
         if size % CHUNK or len(chunks) * CHUNK != size:

@@ -103,6 +103,10 @@ class Kit:
         shutil.copytree(unpatched, patched, copy_function=os.link)
         for name in manifest["removed"]:
             (patched / name).unlink()
+            # An empty dist-info would be a vLLM of no version.
+            for parent in (patched / name).relative_to(patched).parents[:-1]:
+                if not any((patched / parent).iterdir()):
+                    (patched / parent).rmdir()
         for file in (folder / "patched").rglob("*"):
             if file.is_file():
                 target = patched / file.relative_to(folder / "patched")

@@ -63,10 +63,10 @@ def kernels() -> int | None:
     return control.kernels() if VIRTUAL else None
 
 
-def other_process(size: int) -> None:
+def other_process(size: int, index: int = 0) -> None:
     """Let another process take `size` bytes, or release as many if it is negative."""
     if VIRTUAL:
-        control.other_process(size)
+        control.other_process(size, index)
     else:
         _meter.move(f"take {size}" if size > 0 else f"release {-size}")
 

@@ -19,6 +19,7 @@ LOAD = 1 << 30
 def main() -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     asked = json.loads(sys.argv[1])
+    import bench.scenarios.device  # before CUDA is initialized
     import vllm.platforms
 
     if name := asked.get("platform"):
@@ -49,7 +50,7 @@ def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
     from vllm.v1.worker.utils import request_memory
 
-    from vgpu.control import other_process
+    from bench.scenarios.device import other_process
 
     result: dict[str, Any] = {}
     limit: dict[str, Any] = {}

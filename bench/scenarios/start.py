@@ -353,7 +353,6 @@ def serve(llm: Any, limit: int) -> str:
     from vllm import SamplingParams
 
     from bench.scenarios import device
-    from vgpu import control
 
     config = llm.llm_engine.vllm_config
     tokens = config.scheduler_config.max_num_batched_tokens
@@ -377,7 +376,7 @@ def serve(llm: Any, limit: int) -> str:
         detokenize=False,
         ignore_eos=True,
     )
-    control.other_process(max(0, control.memory() - limit))
+    device.leave(max(0, limit - device.process_used()))
     try:
         for prompts in batches:
             if config.model_config.runner_type == "pooling":

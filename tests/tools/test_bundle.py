@@ -107,13 +107,14 @@ def pack(path: Path, python: str) -> Path:
     manifest = {
         "python": python,
         "versions": {"unpatched": "1.2.3", "patched": "1.2.3+envelope.1"},
-        "removed": ["vllm/gone.py"],
+        "removed": ["vllm/gone.py", "vllm-1.dist-info/METADATA"],
         "own_tests": ["tests/test_a.py::test_b"],
     }
     files = {
         "unpatched/vllm/same.py": "same",
         "unpatched/vllm/changed.py": "theirs",
         "unpatched/vllm/gone.py": "",
+        "unpatched/vllm-1.dist-info/METADATA": "",
         "patched/vllm/changed.py": "ours",
         "patched/vllm/new/file.py": "new",
         "tests/test_a.py": "",
@@ -136,6 +137,9 @@ def test_a_bundle_unpacks_into_both(tmp_path: Path) -> None:
     assert (patched / "same.py").read_text() == "same"
     assert (patched / "new/file.py").exists() and not (unpatched / "new").exists()
     assert (unpatched / "gone.py").exists() and not (patched / "gone.py").exists()
+    # An empty one would be taken for a vLLM that has no version.
+    assert not Path(kit.sites["patched"], "vllm-1.dist-info").exists()
+    assert Path(kit.sites["unpatched"], "vllm-1.dist-info/METADATA").exists()
     assert kit.versions["patched"] == "1.2.3+envelope.1"
     assert kit.own_tests == ("tests/test_a.py::test_b",)
     assert kit.environment("patched")["PYTHONPATH"].startswith(kit.sites["patched"])

@@ -111,6 +111,14 @@ def test_a_virtual_result_is_not_written_among_those_of_gpus(tmp_path: Path) -> 
         assert "this is the virtual device: --out FOLDER is needed" in done.stderr
 
 
+def test_starts_are_done_again_on_the_same_gpu_only(tmp_path: Path) -> None:
+    earlier = tmp_path / "calibration-another.json"
+    earlier.write_text(json.dumps({"gpu": {"name": "Another"}, "starts": {}}))
+    done = call("calibrate", "--starts", str(earlier), folder=tmp_path)
+    assert done.returncode == 1
+    assert "a GPU whose name is Another is needed" in done.stderr
+
+
 def test_the_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
     done = call("probe", "driver", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
