@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PHASES = (
@@ -144,6 +145,58 @@ def move_as(phase: str, size: Any) -> None:
     }
     for owner, name in beginnings[phase]:
         before(owner, name, lambda: device.other_process(size))
+
+
+def hold_for_a_moment(when: str, size: int) -> None:
+    """Let another process take `size` bytes, and release them soon: "loaded" and before
+    the profiled pass, "profiled" and before there is a KV cache, or "warm" and before
+    the start is over."""
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from bench.scenarios import device
+
+    held: list[int] = []
+
+    def take() -> None:
+        held.append(size)
+        device.other_process(size)
+
+    def release() -> None:
+        if held:
+            device.other_process(-held.pop())
+
+    if when == "loaded":
+        before(Worker, "determine_available_memory", take)
+        for runner in V1, V2:
+            before(runner, "profile_run", release)
+    elif when == "profiled":
+        profiling = gpu_worker.memory_profiling
+
+        @contextmanager
+        def profiled(*args: Any, **options: Any) -> Iterator[Any]:
+            with profiling(*args, **options) as result:
+                yield result
+            take()
+
+        gpu_worker.memory_profiling = profiled
+        before(Worker, "initialize_from_config", release)
+    else:
+        after(Worker, "_compile_or_warm_up_model", take)
+        after(Worker, "compile_or_warm_up_model", release)
+
+
+def after(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        action()
+        return result
+
+    setattr(owner, name, wrapped)
 
 
 def before(owner: Any, name: str, action: Callable[[], None]) -> None:

@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "free": 0,  # what another process leaves, if given
     "moved": "",  # what another process takes or releases as a phase begins
     "moved_at": "profile",  # the phase
+    "moment": "",  # when another process holds memory: see observe.hold_for_a_moment
+    "moment_holds": 0,  # how much, in bytes
     "profiles": 1,  # how often memory is profiled
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
@@ -211,6 +213,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         device.leave(case["free"])
     if case["moved"]:
         observe.move_as(case["moved_at"], case["moved"])
+    if case["moment"]:
+        observe.hold_for_a_moment(case["moment"], case["moment_holds"])
     if case["report"]:
         observe.record_reported(result)
     observe.record_graphs(result, case["profiles"])

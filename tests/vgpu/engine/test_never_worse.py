@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.scenarios.loads import NGRAM
-from tests.vgpu.engine.harness import HOOKS, run
+from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 DEVICE: dict[str, object] = {"memory": 8 * GIB}
@@ -22,6 +22,7 @@ DEVICE: dict[str, object] = {"memory": 8 * GIB}
 LESS = (64 + 32 + 4) * MIB
 ROW = 4 * 128  # bytes that the sampler keeps of each token, for as many sequences
 full, long = pytest.mark.full, pytest.mark.long
+not_0_26 = pytest.mark.skipif(BASE == "0.26.0", reason="mended for 0.33.0 alone")
 V1 = pytest.param(False, id="v1", marks=full)
 V2 = pytest.param(True, id="v2")
 
@@ -215,6 +216,51 @@ def test_a_neighbour_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None
     results = starts([still, moved], "envelope", tmp_path, device)
     assert [result["outcome"] for result in results] == ["started"] * 2, results
     assert abs(results[0]["kv"] - results[1]["kv"]) <= 2 * MIB, results
+
+
+@not_0_26
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None:
+    """It is gone before the engine needs it: neither the start nor the KV cache is
+    charged."""
+    cases = {
+        when: case(v2, 0.4, moment=when, moment_holds=3200 * MIB)
+        for when in ("loaded", "profiled")
+    }
+    pairs = compared(cases, tmp_path)
+    found = {when: worse(ours, official) for when, (official, ours) in pairs.items()}
+    assert not any(found.values()), found
+
+
+@not_0_26
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_a_neighbour_holds_memory_as_serving_begins(vllm: str, tmp_path: Path) -> None:
+    """The limit in bytes holds while serving: it is as if nobody had held any."""
+    limit = {"gpu_memory_limit_bytes": 3 * GIB} if vllm == "envelope" else {}
+    warm = {"moment": "warm", "moment_holds": 3 * GIB, "generate": 3}
+    (result,) = starts([case(True, 0.4, llm=limit) | warm], vllm, tmp_path)
+    assert result.get("tokens") == [3] * 4, result
+
+
+@not_0_26
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_pytorch_collects_by_its_threshold(vllm: str, tmp_path: Path) -> None:
+    """Once a fraction is set, it would do so while graphs are captured."""
+    graphs = {
+        "max_num_seqs": 64,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [1, 256, 512, 2048],
+        },
+    }
+    asked = case(True, 0.4, **GRAPHS, llm=graphs, generate=3)
+    asked["environment"] = {
+        "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
+    }
+    (result,) = starts([asked], vllm, tmp_path, {"memory": 4 * GIB})
+    assert result.get("tokens") == [3] * 4, result
 
 
 @full
