@@ -19,15 +19,21 @@ PHASES = (
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
-    """The estimate of CUDA graphs, and what they keep, in bytes."""
+    """The estimate of CUDA graphs, and what they keep, in bytes; what was requested, and
+    what the process held "before_request": the context, handles of cuBLAS."""
+    import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
+
+    from bench.scenarios import device
 
     profile = Worker.determine_available_memory
 
     def profiling(worker: Worker) -> int:
         result["requested"] = worker.requested_memory
+        since = worker.init_snapshot.free_memory - torch.cuda.mem_get_info()[0]
+        result["before_request"] = device.process_used() - since
         result["estimates"] = []
         for _ in range(profiles):
             result["kv"] = int(profile(worker))

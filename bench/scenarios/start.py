@@ -119,7 +119,8 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         from bench.scenarios import device
 
         result["start_peak"] = device.process_peak()
-        result["served"] = serve(llm, result["before"] + int(result["requested"]))
+        before = result["before" if device.VIRTUAL else "before_request"]
+        result["served"] = serve(llm, before + int(result["requested"]))
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 
