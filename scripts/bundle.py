@@ -37,8 +37,9 @@ from scripts.thin import thin
 # What vLLM and its tests import, and an image for PyTorch lacks.
 PACKAGES = {
     "annotated-types", "anthropic", "apache-tvm-ffi", "blake3", "cachetools", "cbor2",
-    "compressed-tensors", "distro", "docstring-parser", "fastapi", "httpcore2", "httpx2", "jiter",
-    "jmespath", "llguidance", "loguru", "model-hosting-container-standards", "msgspec",
+    "compressed-tensors", "distro", "docstring-parser", "fastapi", "httpcore2",
+    "httpx2", "jiter", "jmespath", "llguidance", "loguru",
+    "model-hosting-container-standards", "msgspec",
     "openai", "openai-harmony", "opentelemetry-api", "orjson", "oss-harmony",
     "partial-json-parser", "prometheus-fastapi-instrumentator", "pybase64",
     "pydantic", "pydantic-core", "pyzmq", "setproctitle", "sniffio", "starlette",

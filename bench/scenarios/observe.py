@@ -19,8 +19,8 @@ PHASES = (
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
-    """The estimate of CUDA graphs, and what they keep, in bytes; what was requested, and
-    what the process held "before_request": the context, handles of cuBLAS."""
+    """The estimate of CUDA graphs, what they keep, what was requested, and what the
+    process held "before_request" (the context, handles of cuBLAS); all in bytes."""
     import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 HELD = 64 << 20  # before the first snapshot, as a worker holds workspaces
@@ -19,8 +20,9 @@ LOAD = 1 << 30
 def main() -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     asked = json.loads(sys.argv[1])
-    import bench.scenarios.device  # before CUDA is initialized
     import vllm.platforms
+
+    from bench.scenarios.device import other_process  # before CUDA is initialized
 
     if name := asked.get("platform"):
         from vllm.platforms import cuda
@@ -28,7 +30,7 @@ def main() -> None:
         vllm.platforms.current_platform = getattr(cuda, name)()
     # Before CUDA is initialized, as defaults are chosen.
     told = [total(i) for i in range(len(asked["cases"]))]
-    results = [measure(i, case) for i, case in enumerate(asked["cases"])]
+    results = [measure(i, c, other_process) for i, c in enumerate(asked["cases"])]
     for result, total_before_cuda in zip(results, told, strict=True):
         result["total_before_cuda"] = total_before_cuda
     print("RESULT " + json.dumps({"results": results}), flush=True)
@@ -43,14 +45,14 @@ def total(device: int) -> int | str:
         return type(error).__name__
 
 
-def measure(device: int, case: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    device: int, case: dict[str, Any], other_process: Callable[[int, int], None]
+) -> dict[str, Any]:
     import torch
     from vllm.config import CacheConfig
     from vllm.utils import mem_utils
     from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
     from vllm.v1.worker.utils import request_memory
-
-    from bench.scenarios.device import other_process
 
     result: dict[str, Any] = {}
     limit: dict[str, Any] = {}
