@@ -7,6 +7,8 @@ Writes results, requirements and the machine to results/GPU-DATE-VLLM.json; ends
 if a requirement was not met. Any card with 16 GiB will do. It also runs on the virtual
 device, to test itself: results that kernels compute are then not judged, and nothing is
 written without --out.
+
+One file, however long: a case's figures and what must hold of them stand together.
 """
 
 from __future__ import annotations
