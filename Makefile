@@ -157,7 +157,7 @@ calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
 	@$(call RUN,gpu.results_page)
 
 bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network; TORCH=1: its PyTorch
-	@$(MAKE) -s wheel ARCH=x86_64
+	@$(if $(TORCH),,$(MAKE) -s wheel ARCH=x86_64)
 	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
 	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(TORCH),--torch)
 

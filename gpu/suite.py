@@ -191,9 +191,7 @@ def large(machine: Machine, model: str) -> str:
     return f"large {model}" if machine.large else model
 
 
-def full_batches(
-    extensible: bool,
-) -> Callable[[Machine, str], list[str] | dict[str, Any]]:
+def full_batches(name: str, *, extensible: bool = False) -> Case:
     def case(machine: Machine, vllm: str) -> dict[str, Any]:
         llm: dict[str, Any] = {"gpu_memory_utilization": 0.4}
         if extensible and vllm == "patched":
@@ -206,7 +204,13 @@ def full_batches(
             "llm": llm,
         }
 
-    return case
+    return Case(
+        f"full batches{name}",
+        each("start", case),
+        serves_full_batches,
+        needs=14 * GIB,
+        where=False,
+    )
 
 
 def serves_full_batches(
@@ -385,20 +389,8 @@ CASES = (
         survives_release,
         needs=12 * GIB,
     ),
-    Case(
-        "full batches within the request",
-        each("start", full_batches(extensible=False)),
-        serves_full_batches,
-        needs=14 * GIB,
-        where=False,
-    ),
-    Case(
-        "full batches, with an extensible KV cache",
-        each("start", full_batches(extensible=True)),
-        serves_full_batches,
-        needs=14 * GIB,
-        where=False,
-    ),
+    full_batches(" within the request"),
+    full_batches(", with an extensible KV cache", extensible=True),
     Case("serving: dense", serve("dense"), serves, needs=14 * GIB),
     Case("serving: moe", serve("moe"), serves, needs=14 * GIB),
     Case("the patches' own tests", own_tests, tests_pass),
