@@ -31,7 +31,8 @@ FIGURES = {
 
 
 def page(folder: Path) -> str:
-    """The page of the results in a folder, the newest first.
+    """The page of the results in a folder, the newest first: by date, then by name.
+    A case that ran again is shown once.
 
     Raises:
         Problem: a file there is no result.
@@ -39,10 +40,15 @@ def page(folder: Path) -> str:
     text = HEAD
     results = sorted(folder.glob("*.json"), key=lambda p: p.name)
     contents = [(path, read(path)) for path in results]
-    contents.sort(key=lambda entry: entry[1]["date"], reverse=True)
+    contents.sort(key=lambda entry: (entry[1]["date"], entry[0].name), reverse=True)
+    shown: dict[tuple[str, ...], str] = {}
     for path, content in contents:
-        describe = calibration if content.get("kind") == "calibration" else suite
-        text += "\n" + "\n".join([*heading(path, content), *describe(content)]) + "\n"
+        lines = heading(path, content)
+        if content.get("kind") == "calibration":
+            described = calibration(content)
+        else:
+            described = suite(content, path.name, shown)
+        text += "\n" + "\n".join([*lines, *described]) + "\n"
     return text if contents else text + NONE
 
 
@@ -76,16 +82,24 @@ def heading(path: Path, content: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def suite(content: dict[str, Any]) -> Iterator[str]:
+def suite(
+    content: dict[str, Any], name: str, shown: dict[tuple[str, ...], str]
+) -> Iterator[str]:
+    """`shown` has, by GPU, release and case, the newer result with it."""
     cases = content["cases"]
+    of = content["gpu"]["name"], content["versions"].get("unpatched vllm", "")
     yield f"{len(cases)} cases in {content['seconds']} s."
-    for name, entry in cases.items():
+    for case, entry in cases.items():
         yield ""
-        yield f"### {name}"
+        yield f"### {case}"
         yield ""
+        if newer := shown.get((*of, case)):
+            yield f"Ran again: {newer}."
+            continue
         if "not run" in entry:
             yield f"Not run: {entry['not run']}."
             continue
+        shown[*of, case] = name
         yield "| wanted | found | holds |"
         yield "| --- | --- | --- |"
         for check in entry["checks"]:

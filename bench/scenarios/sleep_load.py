@@ -241,7 +241,8 @@ class Watch:
         self._held = torch.cuda.max_memory_allocated
         self._needed = 0
         self._control: Any = None
-        with contextlib.suppress(ImportError, RuntimeError):
+        # As device.py has it, which is not there where this runs as a file.
+        if "VGPU_RUN" in os.environ and os.environ.get("ENVELOPE_METER") != "NVML":
             from vgpu import control
 
             control.reset_peak()
@@ -287,7 +288,7 @@ class Watch:
         def stop() -> int:
             ended.set()
             thread.join()
-            return peak
+            return max(peak, self.lent())
 
         return stop
 

@@ -17,7 +17,7 @@ from scripts.commands import Problem
 from tests.tools.project import module
 from vgpu import config
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 WHOLE = suite.Machine(141 * GIB, 140 * GIB, "", virtual=False, large=True)
 GPU = {
     "name": "NVIDIA H200",
@@ -32,8 +32,14 @@ SERVED: dict[str, Any] = {
     "outcome": "started",
     "tokens": {"greedy": [[1, 2]], "sampled": [[3, 2]]},
     "tokens_after": {"greedy": [[1, 2]], "sampled": [[3, 2]]},
-    # The driver keeps 2 more after the first sleep.
-    "sleep": {"pooled": 10, "awake": 13, "asleep": 5, "awake again": 15},
+    # The driver keeps 2 MiB more after the first sleep.
+    "sleep": {
+        "pooled": 100 * MIB,
+        "awake": 103 * MIB,
+        "asleep": 5 * MIB,
+        "weights": 69 * MIB,
+        "awake again": 105 * MIB,
+    },
     "decode": [1.0, 2.0, 3.0],
     "ms_per_step": 10.0,
     "tokens_per_second": 1600.0,
@@ -59,12 +65,28 @@ def test_equal_tokens_at_equal_speed_hold() -> None:
         ({"tokens_after": {"greedy": [[1, 3]]}}, "patched: equal tokens before sleep"),
         ({"decode": [1.02, 2.04, 3.06]}, "time per step within 1 %"),
         ({"decode": [0.98, 1.96, 2.94]}, "time per step within 1 %"),
-        ({"sleep": SERVED["sleep"] | {"asleep": 6}}, "patched: sleep frees"),
     ],
 )
 def test_other_tokens_or_speeds_do_not(changed: dict[str, Any], wanted: str) -> None:
     (found,) = broken("serving: dense", SERVED, served(**changed))
     assert found.startswith(wanted)
+
+
+def test_sleep_frees_all_but_page_tables_of_the_weights() -> None:
+    def asleep(size: int) -> dict[str, Any]:
+        changed = SERVED["sleep"] | {"asleep": size}
+        changed["weights"] = size + 64 * MIB
+        return served(sleep=changed)
+
+    tables = 64 * MIB // 4096 * 8
+    more = asleep(5 * MIB + tables)
+    assert broken("serving: dense", more, more) == []
+    (found,) = broken("serving: dense", SERVED, more)
+    assert found.startswith("patched: asleep, no more is used than")
+    more = asleep(5 * MIB + tables + 1)
+    unpatched, patched = broken("serving: dense", more, more)
+    assert unpatched.startswith("unpatched: sleep frees")
+    assert patched.startswith("patched: sleep frees")
 
 
 def test_tokens_that_are_all_alike_prove_nothing() -> None:
@@ -181,6 +203,21 @@ def test_the_page_shows_every_figure_and_check(tmp_path: Path) -> None:
         f"| dense | kv_cache | {10 * GIB} | {9 * GIB} | {-GIB} | 214748364 | **no** |",
     ):
         assert line in text.splitlines(), line
+
+
+def test_the_page_shows_the_last_run_of_a_case(tmp_path: Path) -> None:
+    late = {"not run": "1 s is left"}
+    again = written(cases={"churn": written()["cases"]["churn"], "late": late})
+    again["cases"]["churn"]["patched"] = {"outcome": "loaded", "peak": 456}
+    (tmp_path / "a-2020-01-01-2-0.33.0.json").write_text(json.dumps(again))
+    (tmp_path / "a-2020-01-01-0.33.0.json").write_text(json.dumps(written()))
+    another = written(gpu=GPU | {"name": "NVIDIA L4"}, date="2019-01-01")
+    (tmp_path / "b.json").write_text(json.dumps(another))
+    lines = results_page.page(tmp_path).splitlines()
+    assert lines.count("| peak | - | 456 |") == 1
+    assert lines.count("| peak | - | 123 |") == 1  # the other GPU's
+    assert lines.count("Ran again: a-2020-01-01-2-0.33.0.json.") == 1
+    assert lines.count("Not run: 3 s are left.") == 2  # no newer one has run
 
 
 def test_the_page_takes_no_virtual_results(tmp_path: Path) -> None:

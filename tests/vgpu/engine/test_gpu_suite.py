@@ -28,6 +28,15 @@ module = "1MiB"
 graph = "64KiB"
 graph_node = 4096
 """
+# The suite's scenarios find no counters of the virtual device, as on a GPU.
+NO_COUNTERS = """
+import os
+if os.environ.get("ENVELOPE_METER") == "NVML":
+    from vgpu import launch
+    def library():
+        raise launch.VgpuError("on a GPU there is no virtual device")
+    launch.library = library
+"""
 PARAMETERS = {
     "context": 300 * MIB,
     "cublas_handle": 64 * MIB,
@@ -49,12 +58,14 @@ def call(
         settings.write_text(card)
         vgpu = [sys.executable, "-m", "vgpu", "--config", str(settings), "--"]
         command = vgpu + command
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(NO_COUNTERS)
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
     return subprocess.run(
         command,
         cwd=folder,
-        env=caches.environment(
-            os.environ | {"PYTHONPATH": str(ROOT)}, folder / "caches"
-        ),
+        env=caches.environment(os.environ | path, folder / "caches"),
         capture_output=True,
         text=True,
     )
@@ -83,12 +94,19 @@ def test_cases_hold(tmp_path: Path) -> None:
     assert churned["after"]["used"] == 2400 * MIB
 
 
+def test_loads_hold(tmp_path: Path) -> None:
+    content = suite("^loading: growing", tmp_path)
+    (entry,) = content["cases"].values()
+    assert len(entry["checks"]) == 2
+    assert entry["patched"]["peak"] >= entry["patched"]["needed"] > 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
     content = suite("^serving: dense", tmp_path, CARD + HOOKS)
     entry = content["cases"]["serving: dense"]
-    assert len(entry["checks"]) == 4  # served, and slept, each
+    assert len(entry["checks"]) == 5  # served and slept, each; asleep
     for vllm in ("unpatched", "patched"):
         assert len(entry[vllm]["decode"]) == 12
         assert entry[vllm]["seconds"].keys() > {"import", "load_model", "engine"}
