@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-suggestion bench-fragmentation bench-plan slice plan gpu calibrate bundle results-page
+  bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -132,6 +132,9 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 
 bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
 	@$(call RUN,bench.fragmentation)
+
+bench-step: vgpu envelope  ## the host's part of a step, beside the release
+	@$(call RUN,bench.step)
 
 slice: vgpu envelope  ## HAMI=libvgpu.so: what holds below it; ONLY=text SIZE=4GiB
 	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \

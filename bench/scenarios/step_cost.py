@@ -1,0 +1,46 @@
+"""Processor time of decoding, and of what ours does around each step of a worker.
+
+The argument is that of start.py, with "rounds" of 200 steps of 16 sequences. Every round
+prints its milliseconds a step; the last line has the "microseconds" in which the memory
+of a step is set and put back, where there is that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from bench.scenarios import serve, start
+
+STEPS = 200
+TIMES = 20_000
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    rounds = asked.pop("rounds")
+    llm = start.engine(asked, {})
+    serve.decode(llm, STEPS)
+    for _ in range(rounds):
+        began = time.process_time()
+        serve.decode(llm, STEPS)
+        serve.answer({"milliseconds": 1000 * (time.process_time() - began) / STEPS})
+    (microseconds,) = llm.collective_rpc(around_a_step)
+    serve.answer({"microseconds": microseconds})
+
+
+def around_a_step(worker: Any) -> float:
+    memory = getattr(worker, "serving_memory", None)
+    if memory is None:
+        return 0.0
+    began = time.process_time()
+    for _ in range(TIMES):
+        with memory.step():
+            pass
+    return 1e6 * (time.process_time() - began) / TIMES
+
+
+if __name__ == "__main__":
+    main()
