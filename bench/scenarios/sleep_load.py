@@ -22,7 +22,6 @@ vLLM's own worker and loader. One JSON object goes to stdout, after "RESULT ":
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
