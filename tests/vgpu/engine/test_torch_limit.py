@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import caches
-from tests.vgpu.engine.harness import BASE, ROOT, SITES
+from tests.vgpu.engine.harness import ROOT, SITES
 
 H200 = "150109880320"
 # PyTorch multiplies a fraction with that total, and rounds: with cudaMallocAsync down.
@@ -36,7 +36,6 @@ print("wrong:", lost)
 """
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="has no limit with cudaMallocAsync")
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
 def test_no_byte_of_a_limit_is_lost(backend: str, tmp_path: Path) -> None:
     path = os.pathsep.join([SITES["envelope"], str(ROOT)])
