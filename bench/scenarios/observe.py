@@ -145,19 +145,33 @@ def move_as(phase: str, size: Any) -> None:
         "profile": [(Worker, "determine_available_memory")],
         "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
         "first_batch": [(V1, "run_first_batch"), (cudagraph_utils, "run_first_batch")],
+        "first_graph": [
+            (V1, "_warmup_and_capture"),
+            (cudagraph_utils.ModelCudaGraphManager, "capture"),
+        ],
         "kv_cache": [(Worker, "initialize_from_config")],
         "capture": [(Worker, "_get_cudagraph_capture_context")],
         "extend": [(Worker, "extend_kv_cache")],
     }
+    moved: list[Any] = []
+
+    def move() -> None:
+        if phase == "first_graph" and moved:
+            return  # Others come by the same way.
+        moved.append(size)
+        device.other_process(size)
+
     for owner, name in beginnings[phase]:
-        before(owner, name, lambda: device.other_process(size))
+        before(owner, name, move)
 
 
 def hold_for_a_moment(when: str, size: int) -> None:
     """Let another process take `size` bytes, and release them soon: "loaded" and before
-    the profiled pass, "profiled" and before there is a KV cache, or "warm" and before
-    the start is over."""
+    the profiled pass, "profiled" and before there is a KV cache, "torn down" (what
+    graphs were profiled with) and before that, or "warm" and before the start is over.
+    """
     from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
@@ -167,8 +181,9 @@ def hold_for_a_moment(when: str, size: int) -> None:
     held: list[int] = []
 
     def take() -> None:
-        held.append(size)
-        device.other_process(size)
+        if not held:
+            held.append(size)
+            device.other_process(size)
 
     def release() -> None:
         if held:
@@ -188,6 +203,10 @@ def hold_for_a_moment(when: str, size: int) -> None:
             take()
 
         gpu_worker.memory_profiling = profiled
+        before(Worker, "initialize_from_config", release)
+    elif when == "torn down":
+        before(V1, "_cleanup_profiling_kv_cache", take)
+        before(cudagraph_utils, "_teardown_profiling_state", take)
         before(Worker, "initialize_from_config", release)
     else:
         after(Worker, "_compile_or_warm_up_model", take)

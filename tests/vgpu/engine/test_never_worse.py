@@ -225,16 +225,19 @@ def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None
         when: case(v2, 0.4, moment=when, moment_holds=3200 * MIB)
         for when in ("loaded", "profiled")
     }
-    pairs = compared(cases, tmp_path)
+    if BASE != "0.26.0":  # which takes it for a workspace, and off the estimate
+        held = {"moment": "torn down", "moment_holds": GIB}
+        cases["torn down"] = case(v2, 0.4, **GRAPHS, **held)
+    pairs = compared(cases, tmp_path, DEVICE | {"graph": 64 * MIB})
     found = {when: worse(ours, official) for when, (official, ours) in pairs.items()}
     assert not any(found.values()), found
 
 
-@pytest.mark.skipif(BASE != "0.26.0", reason="mended for 0.26.0 alone, so far")
-def test_a_neighbour_takes_memory_for_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
+def test_a_neighbour_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     """While graphs are profiled: the KV cache leaves it what it took."""
-    takes = {"moved": GIB, "moved_at": "profile_graphs"}
-    pairs = compared({"takes": case(False, 0.9, **GRAPHS, **takes)}, tmp_path)
+    takes = {"moved": GIB, "moved_at": "first_graph"}
+    pairs = compared({"takes": case(v2, 0.9, **GRAPHS, **takes)}, tmp_path)
     official, ours = pairs["takes"]
     assert not (found := worse(ours, official)), found
 

@@ -1,4 +1,4 @@
-"""PyTorch's limit in bytes on a card whose total is no power of two."""
+"""PyTorch's limit in bytes on a card whose total is no power of two, and in a slice."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from scripts import caches
 from tests.vgpu.engine.harness import ROOT, SITES
 
 H200 = "150109880320"
+SLICE = "--set=meminfo_total=4GiB"  # cudaMemGetInfo's; properties have the card's
 # PyTorch multiplies a fraction with that total, and rounds: with cudaMallocAsync down.
 CODE = """
 import torch
@@ -36,13 +37,16 @@ print("wrong:", lost)
 """
 
 
+@pytest.mark.parametrize("device", [[], [SLICE]], ids=["card", "slice"])
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
-def test_no_byte_of_a_limit_is_lost(backend: str, tmp_path: Path) -> None:
+def test_no_byte_of_a_limit_is_lost(
+    backend: str, device: list[str], tmp_path: Path
+) -> None:
     path = os.pathsep.join([SITES["envelope"], str(ROOT)])
     environment = {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": f"backend:{backend}"}
     done = subprocess.run(
-        [sys.executable, "-m", "vgpu", "--memory", H200, "--", sys.executable,
-         "-c", CODE],
+        [sys.executable, "-m", "vgpu", "--memory", H200, *device, "--",
+         sys.executable, "-c", CODE],
         env=caches.environment(os.environ | environment, tmp_path / "caches"),
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
