@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -462,6 +461,15 @@ def file_name(gpu: str, date: str, version: str) -> str:
     return f"{plain}-{date}-{version}.json"
 
 
+def new_file(folder: Path, gpu: str, date: str, version: str) -> Path:
+    """The path of a result, numbered from the day's second on."""
+    path, number = folder / file_name(gpu, date, version), 2
+    while path.exists():
+        path = folder / file_name(gpu, f"{date}-{number}", version)
+        number += 1
+    return path
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """The results, without the path of this checkout in what scenarios wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -498,10 +506,12 @@ def main(args: argparse.Namespace) -> None:
             "command": command_line(),
             "cases": {},
         }
-        results, of = args.out or args.root / "results", described["gpu"]["name"]
-        days = itertools.chain([date], (f"{date}-{n}" for n in itertools.count(2)))
-        names = (file_name(of, day, kit.versions["unpatched"]) for day in days)
-        target = next(results / n for n in names if not (results / n).exists())
+        target = new_file(
+            args.out or args.root / "results",
+            described["gpu"]["name"],
+            date,
+            kit.versions["unpatched"],
+        )
         for case in CASES:
             if args.only and not re.search(args.only, case.name):
                 continue

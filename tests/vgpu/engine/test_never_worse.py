@@ -233,6 +233,7 @@ def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None
     assert not any(found.values()), found
 
 
+# The V2 model runner of 0.26.0 profiles no graphs: the release does not start.
 @pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
 def test_a_neighbour_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     """While graphs are profiled: the KV cache leaves it what it took."""
