@@ -168,7 +168,8 @@ def move_as(phase: str, size: Any) -> None:
 def hold_for_a_moment(when: str, size: int) -> None:
     """Let another process take `size` bytes, and release them soon: "loaded" and before
     the profiled pass, "profiled" and before there is a KV cache, "torn down" (what
-    graphs were profiled with) and before that, or "warm" and before the start is over.
+    graphs were profiled with) and before that, "warming up" or "warm" and before the
+    start is over.
     """
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import cudagraph_utils
@@ -208,6 +209,9 @@ def hold_for_a_moment(when: str, size: int) -> None:
         before(V1, "_cleanup_profiling_kv_cache", take)
         before(cudagraph_utils, "_teardown_profiling_state", take)
         before(Worker, "initialize_from_config", release)
+    elif when == "warming up":
+        before(gpu_worker, "kernel_warmup", take)
+        after(Worker, "compile_or_warm_up_model", release)
     else:
         after(Worker, "_compile_or_warm_up_model", take)
         after(Worker, "compile_or_warm_up_model", release)

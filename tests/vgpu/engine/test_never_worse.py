@@ -233,6 +233,39 @@ def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None
     assert not any(found.values()), found
 
 
+@pytest.mark.skipif(BASE == "0.26.0", reason="it counts all of it")
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_a_neighbour_that_nvml_hides_costs_what_a_process_may_load(
+    v2: bool, tmp_path: Path
+) -> None:
+    """As in most containers, nobody tells whose memory it is."""
+    hidden = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
+    cases = {
+        f"{size >> 20} MiB": case(v2, 0.4, moment="profiled", moment_holds=size)
+        for size in (GIB, 1500 * MIB)
+    }
+    pairs = compared(cases, tmp_path, {"memory": 4 * GIB} | hidden)
+    found = {n: worse(ours, official, 512 * MIB) for n, (official, ours) in pairs.items()}
+    assert not any(found.values()), found
+
+
+@pytest.mark.skipif(BASE == "0.26.0", reason="it has no extensible KV cache")
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_a_neighbour_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -> None:
+    """It makes neither an extensible KV cache smaller nor a suggested one."""
+    cases = [
+        case(v2, 0.4, **GRAPHS, moment=when, moment_holds=GIB, llm=extensible)
+        for extensible in ({}, {"enable_extensible_kv_cache": True})
+        for when in ("", "warming up")
+    ]
+    results = starts(cases, "envelope", tmp_path, {"memory": 4 * GIB})
+    assert [result["outcome"] for result in results] == ["started"] * 4, results
+    for still, moved in (results[:2], results[2:]):
+        assert still["blocks"] == moved["blocks"], (still, moved)
+        assert still.get("suggested") == moved.get("suggested"), (still, moved)
+    assert results[0]["suggested"]
+
+
 # The V2 model runner of 0.26.0 profiles no graphs: the release does not start.
 @pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
 def test_a_neighbour_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
