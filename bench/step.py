@@ -30,9 +30,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    print("| model | limit | release, ms | ours, ms | ratio | settings, ms | share ", end="")
-    print("| release, calls | ours, calls |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    names = ["model", "limit", "release, ms", "ours, ms", "ratio", "settings, ms"]
+    names += ["share", "release, calls", "ours, calls"]
+    print(f"| {' | '.join(names)} |")
+    print(f"| {' | '.join(['---'] * len(names))} |")
     for model in ("dense", "moe"):
         for limited in (False, True):
             rounds: dict[str, list[float]] = {site: [] for site in SITES}
