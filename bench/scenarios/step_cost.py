@@ -2,8 +2,8 @@
 
 The argument is that of start.py, with "rounds" of 200 steps of 16 sequences. Every
 round prints its milliseconds a step; the last line has the "calls" of Python and C a
-step, and the "microseconds" in which the memory of a call is set and put back, the least
-of batches, where there is that.
+step, and the "microseconds" in which the memory of a call is set and put back, the
+least of batches, where there is that.
 """
 
 from __future__ import annotations

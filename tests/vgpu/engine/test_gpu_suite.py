@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gpu.suite import ROUNDS
 from scripts import caches
 from tests.vgpu.engine.harness import HOOKS, ROOT
 
