@@ -115,7 +115,7 @@ def test_cases_say_why_they_are_not_run() -> None:
     cases = {case.name: case for case in suite.CASES}
     small = suite.Machine(16 * GIB, 15 * GIB, "", virtual=False, large=True)
     slice_ = suite.Machine(16 * GIB, 15 * GIB, "HAMi", virtual=False, large=True)
-    assert f"{31 * GIB} bytes are needed" in suite.why_not(
+    assert f"{30 * GIB} bytes are needed" in suite.why_not(
         cases["loading: experts"], small
     )
     limited = cases["start within a limit, beside a co-tenant"]
