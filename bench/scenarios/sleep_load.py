@@ -149,7 +149,9 @@ def load_trace(name: str, requested: int | None, watch: Watch) -> Any:
     device = torch.device("cuda", 0)
 
     def empty(bytes_: int) -> Any:
-        return torch.empty(bytes_, dtype=torch.uint8, device=device)
+        tensor = torch.empty(bytes_, dtype=torch.uint8, device=device)
+        watch.look()
+        return tensor
 
     def parameters(weights: list[Any]) -> torch.nn.ParameterList:
         return torch.nn.ParameterList(
@@ -240,6 +242,7 @@ class Watch:
         self._held = torch.cuda.max_memory_allocated
         self._needed = 0
         self._control: Any = None
+        self._lock = threading.Lock()
         # As device.py has it, which is not there where this runs as a file.
         if "VGPU_RUN" in os.environ and os.environ.get("ENVELOPE_METER") != "NVML":
             from vgpu import control
@@ -261,6 +264,7 @@ class Watch:
         return int(self._before - self._free()[0])
 
     def __enter__(self) -> None:
+        self._sampled = 0
         self._stop = self._sample() if self._control is None else self._counted
         self._start = time.perf_counter()
 
@@ -271,15 +275,19 @@ class Watch:
     def _counted(self) -> int:
         return int(self._control.peak() - self._used)
 
+    def look(self) -> None:
+        """On a GPU there is no counter: ask what is lent now."""
+        if self._control is None:
+            with self._lock:
+                self._sampled = max(self._sampled, self.lent())
+
     def _sample(self) -> Callable[[], int]:
-        """On a GPU there is no counter: ask every millisecond."""
+        """Look every millisecond, too, which a busy machine may miss."""
         ended = threading.Event()
-        peak = 0
 
         def sample() -> None:
-            nonlocal peak
             while not ended.wait(0.001):
-                peak = max(peak, self.lent())
+                self.look()
 
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
@@ -287,7 +295,8 @@ class Watch:
         def stop() -> int:
             ended.set()
             thread.join()
-            return max(peak, self.lent())
+            self.look()
+            return self._sampled
 
         return stop
 

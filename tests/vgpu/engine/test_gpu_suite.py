@@ -99,9 +99,7 @@ def test_loads_hold(tmp_path: Path) -> None:
     content = suite("^loading: growing", tmp_path)
     (entry,) = content["cases"].values()
     assert len(entry["checks"]) == 2
-    # The peak is sampled: a busy machine may miss the last of it.
-    patched = entry["patched"]
-    assert patched["peak"] > patched["needed"] / 2 > 0
+    assert entry["patched"]["peak"] >= entry["patched"]["needed"] > 0
 
 
 @pytest.mark.long
