@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page
+  bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page findings
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -163,6 +163,10 @@ bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a networ
 	@$(if $(TORCH),,$(MAKE) -s wheel ARCH=x86_64)
 	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
 	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(TORCH),--torch)
+
+findings: .venv/ready  ## surprises of other libraries: each script in findings/
+	@for script in $(filter-out findings/common.sh,$(wildcard findings/*.sh)); do \
+	  echo "== $$script"; PATH="$$PWD/.venv/bin:$$PATH" $$script || exit 1; done
 
 results-page: .venv/ready  ## docs/gpu.md from results/
 	@$(call RUN,gpu.results_page)
