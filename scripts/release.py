@@ -143,12 +143,14 @@ class Base:
 
     @property
     def local_version(self) -> str:
-        """The version of our build: one more for each patch in the series.
+        """The version of our build: the number of patches, and a hash of their content.
 
-        With chosen topics it has a hash of them, too: other choices may have as many.
+        "g" before the hash is for the whole series, "t" for chosen topics. Without the
+        hash pip keeps an installed build when another one has as many patches.
         """
-        number = f"{self.version}+envelope.{len(self.patches())}"
-        return f"{number}.t{self.digest()[:8]}" if self.topics else number
+        kind = "t" if self.topics else "g"
+        count = len(self.patches())
+        return f"{self.version}+envelope.{count}.{kind}{self.digest()[:8]}"
 
 
 def sha256(path: Path) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tools.project import Project
 
 ARCH = os.uname().machine
-OURS = "vllm-1.2.3+envelope.3.dist-info"
 
 
 @dataclass
@@ -25,6 +26,17 @@ class Installed:
     def site(self) -> Path:
         (site,) = self.python.parents[1].glob("lib/python*/site-packages")
         return site
+
+    @property
+    def version(self) -> str:
+        """Of the overlay."""
+        with zipfile.ZipFile(self.overlay) as opened:
+            return str(json.loads(opened.read("overlay.json"))["version"])
+
+    @property
+    def info(self) -> Path:
+        """The dist-info folder of an environment with the overlay."""
+        return self.site / f"vllm-{self.version}.dist-info"
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         done = subprocess.run(

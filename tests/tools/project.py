@@ -18,6 +18,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.release import Base
+
 ROOT = Path(__file__).resolve().parents[2]
 # For `python -m` of this project's modules.
 FROM_ANYWHERE = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -158,9 +160,17 @@ class Project:
     def patches(self) -> Path:
         return self.root / "patches/v1.2.3"
 
-    def wheel(self, arch: str = "x86_64", patches: int = 0) -> Path:
-        version = f"1.2.3+envelope.{patches}"
-        name = f"vllm-{version}-cp38-abi3-manylinux_2_28_{arch}.whl"
+    @property
+    def version(self) -> str:
+        """Of our build of the series as it is now."""
+        return Base.load(self.root, "1.2.3").local_version
+
+    @property
+    def info(self) -> str:
+        return f"vllm-{self.version}.dist-info"
+
+    def wheel(self, arch: str = "x86_64") -> Path:
+        name = f"vllm-{self.version}-cp38-abi3-manylinux_2_28_{arch}.whl"
         return self.root / "dist" / name
 
     def files(self) -> dict[str, bytes]:

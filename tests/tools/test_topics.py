@@ -70,7 +70,7 @@ def test_as_many_others_are_another_version(topics: Project) -> None:
         wheel(topics, "--topics", asked).name for asked in ("use-spare", "plan-f")
     )
     assert first != second
-    whole = topics.wheel(ARCH, patches=4).name
+    whole = topics.wheel(ARCH).name
     assert wheel(topics).name == whole
     assert wheel(topics, "--topics", "plan-f use-spare.patch").name == whole
 

@@ -20,8 +20,6 @@ import pytest
 
 from tests.tools.project import INFO, METADATA, Project, tamper
 
-OURS = "vllm-1.2.3+envelope.2.dist-info"
-
 
 @pytest.fixture
 def built(patched: Project) -> Project:
@@ -48,36 +46,37 @@ def test_what_no_patch_touches_is_copied_compressed_bytes_and_all(
     built: Project, index: tuple[str, Path]
 ) -> None:
     official = index[1] / "vllm-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl"
-    wheel = built.wheel(patches=2)
+    wheel = built.wheel()
     before, after = members(official), members(wheel)
     rewritten = {"vllm/budget.py", "vllm/native.abi3.so", "vllm/_version.py",
                  f"{INFO}/METADATA", f"{INFO}/RECORD"}  # fmt: skip
-    assert after.keys() == {name.replace(INFO, OURS) for name in before}
+    assert after.keys() == {name.replace(INFO, built.info) for name in before}
     for name in before.keys() - rewritten:
-        copy = after[name.replace(INFO, OURS)]
+        copy = after[name.replace(INFO, built.info)]
         assert stored(wheel, copy) == stored(official, before[name])
     with zipfile.ZipFile(wheel) as opened:
         assert opened.testzip() is None
         assert b"total // 2" in opened.read("vllm/budget.py")
-        assert opened.read(f"{OURS}/METADATA").decode() == METADATA.replace(
-            "Version: 1.2.3", "Version: 1.2.3+envelope.2"
+        assert opened.read(f"{built.info}/METADATA").decode() == METADATA.replace(
+            "Version: 1.2.3", f"Version: {built.version}"
         )
         scope: dict[str, object] = {}
         exec(opened.read("vllm/_version.py"), scope)
-    assert scope["version"] == "1.2.3+envelope.2"
-    assert scope["version_tuple"] == (1, 2, 3, "envelope.2")
+    assert re.fullmatch(r"1\.2\.3\+envelope\.2\.g[0-9a-f]{8}", built.version)
+    assert scope["version"] == built.version
+    assert scope["version_tuple"] == (1, 2, 3, built.version.partition("+")[2])
     assert str(scope["commit_id"]).startswith("gabcdef123.")
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
 def test_both_architectures_verify(patched: Project, arch: str) -> None:
     patched.ok("build_wheel", "--arch", arch)
-    wheel = str(patched.wheel(arch, 2))
+    wheel = str(patched.wheel(arch))
     assert "and the series, nothing else" in patched.ok("verify", wheel)
 
 
 def test_the_same_inputs_give_the_same_wheel(built: Project) -> None:
-    wheel = built.wheel(patches=2)
+    wheel = built.wheel()
     first = wheel.read_bytes()
     assert "is up to date" in built.ok("build_wheel", "--arch", "x86_64")
     wheel.unlink()
@@ -90,11 +89,11 @@ def test_a_longer_series_replaces_the_wheel(built: Project) -> None:
     built.ok("export")
     built.ok("build_wheel", "--arch", "x86_64")
     names = [path.name for path in (built.root / "dist").iterdir()]
-    assert names == [built.wheel(patches=3).name]
+    assert names == [built.wheel().name]
 
 
 def test_a_damaged_wheel_is_built_again(built: Project) -> None:
-    wheel = built.wheel(patches=2)
+    wheel = built.wheel()
     good = wheel.read_bytes()
     wheel.write_bytes(good[:-1])
     built.ok("build_wheel", "--arch", "x86_64")
@@ -106,7 +105,7 @@ def test_added_and_deleted_modules_follow(project: Project) -> None:
     project.commit("[Core] Move", vllm__gone_py=None, vllm__come_py="HERE = 1\n")
     project.ok("export")
     project.ok("build_wheel", "--arch", "x86_64")
-    wheel = project.wheel(patches=1)
+    wheel = project.wheel()
     assert "vllm/gone.py" not in members(wheel) and "vllm/come.py" in members(wheel)
     project.ok("verify", str(wheel))
 
@@ -144,7 +143,7 @@ def test_a_damaged_download_is_fetched_again(built: Project) -> None:
     (cached,) = Path(built.environment["ENVELOPE_CACHE"]).glob("*/*.whl")
     good = cached.read_bytes()
     cached.write_bytes(good[:100])
-    built.wheel(patches=2).unlink()
+    built.wheel().unlink()
     built.ok("build_wheel", "--arch", "x86_64")
     assert cached.read_bytes() == good
 
@@ -178,7 +177,7 @@ def test_a_full_disk_leaves_no_wheel(patched: Project) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, 256 << 10))
 
     patched.ok("build_wheel", "--arch", "x86_64")
-    wheel = patched.wheel(patches=2)
+    wheel = patched.wheel()
     large = os.urandom(1 << 20).hex()
     patched.commit("[Core] Large", vllm__budget_py=f"LARGE = '{large}'\n")
     patched.ok("export")
@@ -203,7 +202,7 @@ def test_an_interrupted_build_can_be_run_again(patched: Project) -> None:
         assert process.returncode in (-signal.SIGKILL, 0)
     patched.ok("build_wheel", "--arch", "x86_64")
     dist = patched.root / "dist"
-    assert [path.name for path in dist.iterdir()] == [patched.wheel(patches=2).name]
+    assert [path.name for path in dist.iterdir()] == [patched.wheel().name]
 
 
 def test_two_commands_do_not_work_at_once(patched: Project) -> None:
@@ -218,7 +217,7 @@ TAMPERED = {
     "a file too few": ("vllm/gone.py", None, "no patch says so"),
     "a patched file": ("vllm/budget.py", b"x", "is not the file in vllm/"),
     "the requirements": (
-        f"{OURS}/METADATA",
+        "{info}/METADATA",
         METADATA.replace("torch", "jax").encode(),
         "METADATA differs in more than its version",
     ),
@@ -234,17 +233,17 @@ TAMPERED = {
 @pytest.mark.parametrize("what", TAMPERED)
 def test_verify_finds(built: Project, what: str) -> None:
     name, content, message = TAMPERED[what]
-    wheel = built.wheel(patches=2)
-    tamper(wheel, {name: content})
+    wheel = built.wheel()
+    tamper(wheel, {name.format(info=built.info): content})
     error = built.fails("verify", str(wheel))
     assert message in error
     assert "RECORD" in error
 
 
 def test_verify_finds_a_wrong_name(built: Project) -> None:
-    wheel = built.wheel(patches=2)
+    wheel = built.wheel()
     other = wheel.rename(
-        wheel.with_name(wheel.name.replace("envelope.2", "envelope.9"))
+        wheel.with_name(wheel.name.replace("envelope.2.", "envelope.9."))
     )
     assert "the file name should be" in built.fails("verify", str(other))
 
@@ -255,13 +254,43 @@ def test_the_wheel_installs(
 ) -> None:
     arch = os.uname().machine
     patched.ok("build_wheel", "--arch", arch)
-    wheel, site = str(patched.wheel(arch, 2)), tmp_path / "site"
+    wheel, site = str(patched.wheel(arch)), tmp_path / "site"
     install = [sys.executable, "-m", *installer, "install", "--no-deps", "--target"]
     subprocess.run([*install, str(site), wheel], check=True, capture_output=True)
     (found,) = importlib.metadata.distributions(name="vllm", path=[str(site)])
-    assert found.version == "1.2.3+envelope.2"
+    assert found.version == patched.version
     assert found.requires == ["torch"]
     assert (site / "vllm/budget.py").read_text().endswith("total // 2\n")
+
+
+def test_pip_replaces_a_build_of_as_many_other_patches(
+    patched: Project, tmp_path: Path
+) -> None:
+    """pip compares versions alone: findings/pip-keeps-a-rebuilt-local-version.sh."""
+    environment = tmp_path / "environment"
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
+    subprocess.run(venv, check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment)]
+    versions = []
+    for change in "first", "second":
+        patched.commit("[Core] Say", vllm__budget_py=f"SAYS = '{change}'\n")
+        if versions:
+            patched.git("reset", "-q", "--soft", "HEAD~2")
+            patched.git("commit", "-q", "-m", "[Core] Say")
+        patched.ok("export")
+        patched.ok("build_wheel", "--arch", os.uname().machine)
+        versions.append(patched.version)
+        wheel = str(patched.wheel(os.uname().machine))
+        install = [*pip, "install", "--no-deps", "--no-index", wheel]
+        subprocess.run(install, check=True, capture_output=True)
+        show = [
+            str(environment / "bin/python"),
+            "-c",
+            "from vllm.budget import SAYS as s; print(s)",
+        ]
+        assert subprocess.check_output(show, text=True).strip() == change
+    first, second = (version.split(".g")[0] for version in versions)
+    assert first == second and versions[0] != versions[1]
 
 
 def test_the_cache_is_trusted_by_hash_alone(built: Project) -> None:
