@@ -337,3 +337,46 @@ def test_processes_of_a_run_share_a_device_and_a_killed_one_gives_back() -> None
     child.wait()
     assert gpu.malloc(600 * MIB)[0] == OK
     assert gpu.used() == G + 600 * MIB
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_attributes_of_pools() -> None:
+    gpu = Cuda()
+    pool = gpu.new("cudaDeviceGetDefaultMemPool", c_int(0))
+
+    def get(attribute: int) -> tuple[int, int]:
+        value = c_uint64(2**64 - 1)
+        call = "cuMemPoolGetAttribute"
+        return gpu.call(call, pool, c_int(attribute), byref(value)), value.value
+
+    def put(attribute: int, value: int) -> int:
+        number = byref(c_uint64(value))
+        return gpu.call("cuMemPoolSetAttribute", pool, c_int(attribute), number)
+
+    for reuse in (1, 2, 3):  # of 32 bits
+        assert get(reuse) == (OK, (2**32 - 1) << 32 | 1)
+        assert put(reuse, 0) == OK
+        assert get(reuse) == (OK, (2**32 - 1) << 32)
+    assert (put(4, 3 * GIB), get(4)) == (OK, (OK, 3 * GIB))
+    for current in (5, 7):
+        assert (put(current, 0), get(current)) == (INVALID_VALUE, (OK, 0))
+    for highest in (6, 8):  # may only be reset
+        assert (put(highest, 0), put(highest, 1)) == (OK, INVALID_VALUE)
+        assert get(highest) == (OK, 0)
+    for absent in (-5, 0, 9, 10, 99):
+        assert get(absent) == (INVALID_VALUE, 2**64 - 1)
+        assert put(absent, 1) == INVALID_VALUE
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_callbacks_of_the_log_are_known_until_they_are_unregistered() -> None:
+    gpu = Cuda()
+    called = ctypes.CFUNCTYPE(None, c_void_p, c_int, ctypes.c_char_p, c_size_t)
+    callback, handle = called(lambda *_: None), c_void_p()
+    register, unregister = "cuLogsRegisterCallback", "cuLogsUnregisterCallback"
+    assert gpu.call(register, None, None, byref(handle)) == INVALID_VALUE
+    assert gpu.call(register, callback, None, None) == OK
+    assert gpu.call(register, callback, None, byref(handle)) == OK
+    assert gpu.call(unregister, handle) == OK
+    assert gpu.call(unregister, handle) == INVALID_VALUE
+    assert not control.calls("cuLogs*")

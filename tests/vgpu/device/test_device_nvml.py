@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from ctypes import byref
 from typing import Any
 
 import pytest
@@ -227,3 +228,18 @@ def test_an_nvml_error_may_be_injected_once() -> None:
     with pytest.raises(n.NVMLError_GpuIsLost):
         n.nvmlDeviceGetMemoryInfo(handle)
     assert n.nvmlDeviceGetMemoryInfo(handle).total == 8 * GIB
+
+
+@pytest.mark.vgpu(memory="8GiB")
+def test_no_device_has_a_fabric() -> None:
+    n = nvml()
+    handle = n.nvmlDeviceGetHandleByIndex(0)
+    for version in (2, 3):
+        info = getattr(n, f"c_nvmlGpuFabricInfo_v{version}_t")()
+        info.state, asked = n.NVML_GPU_FABRIC_STATE_COMPLETED, info.version
+        n.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+        assert info.version == asked
+        assert info.state == n.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
+    info.version = 1
+    with pytest.raises(n.NVMLError):
+        n.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_int, c_size_t, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 
 import pytest
 
@@ -14,6 +14,7 @@ from tests.vgpu.device.ctypes_cuda import (
     OK,
     OUT_OF_MEMORY,
     Cuda,
+    Location,
 )
 
 NOT_READY = 600
@@ -226,3 +227,109 @@ def test_memory_freed_in_a_stream_lasts_until_the_stream_gets_there() -> None:
     assert allocate(other)[0] == OUT_OF_MEMORY
     assert gpu.call("cudaFreeAsync", address, other) == OK  # has nothing else to do
     assert gpu.used() == 0
+
+
+class Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = [
+        ("order", c_int),
+        ("from_hint", Location),
+        ("to_hint", Location),
+        ("flags", c_uint),
+    ]
+
+
+IN_STREAM_ORDER, DURING_CALL, ANY = 1, 2, 3
+
+
+def batch(
+    gpu: Cuda, version: int, to: list[int], from_: list[int], stream: c_void_p,
+    order: int = IN_STREAM_ORDER, first: tuple[int, ...] = (0,),
+) -> tuple[int, int | None]:  # fmt: skip
+    """The error of copying 8 bytes for each pair, and the index that failed."""
+    n, failed = len(to), c_size_t(7)
+    function = c_void_p()
+    name = ctypes.c_char_p(b"cuMemcpyBatchAsync")
+    find = "cuGetProcAddress_v2"
+    assert gpu.call(find, name, byref(function), version, ctypes.c_uint64(0), None) == OK
+    addresses = [(ctypes.c_uint64 * n)(*a) for a in (to, from_)]
+    attributes = (Attributes * len(first))(*[Attributes(order=order)] * len(first))
+    arguments = [
+        *addresses, (c_size_t * n)(*[8] * n), c_size_t(n),
+        attributes, (c_size_t * len(first))(*first), c_size_t(len(first)),
+    ]  # fmt: skip
+    if version < 13000:
+        arguments.append(byref(failed))
+    copy = ctypes.CFUNCTYPE(c_int)(function.value or 0)
+    return int(copy(*arguments, stream)), failed.value if version < 13000 else None
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=0)
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_a_batch_of_copies_is_work_of_its_stream(version: int) -> None:
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    host = pinned.address.value or 0
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.fill_async(address, 5, 16, stream) == OK
+    pairs = [host, host + 16], [address, address + 8]
+    none = 2**64 - 1 if version < 13000 else None
+    assert batch(gpu, version, *pairs, stream) == (OK, none)
+    second = ctypes.c_ubyte.from_address(host + 16)
+    assert (pinned.byte.value, second.value) == (0, 0)
+    assert gpu.call("cudaStreamSynchronize", stream) == OK
+    assert (pinned.byte.value, second.value) == (5, 5)
+
+    # Sources that are read during the call, and those of memory that is not pinned.
+    pinned.byte.value = 9
+    back = [address], [host]
+    assert batch(gpu, version, *back, stream, DURING_CALL) == (OK, none)
+    pinned.byte.value = 1
+    pageable = ctypes.create_string_buffer(8)
+    there = [ctypes.addressof(pageable)], [address]
+    assert batch(gpu, version, *there, stream, ANY) == (OK, none)
+    assert pageable.raw[0] == 9
+
+    # Attributes that do not cover the batch, no order, the legacy stream: refused.
+    for arguments in (
+        (stream, IN_STREAM_ORDER, (1,)),
+        (stream, IN_STREAM_ORDER, (0, 2)),
+        (stream, IN_STREAM_ORDER, (0, 0)),
+        (stream, IN_STREAM_ORDER, ()),
+        (stream, 0, (0,)),
+        (stream, 4, (0,)),
+        (c_void_p(), ANY, (0,)),
+        (c_void_p(1), ANY, (0,)),
+    ):
+        assert batch(gpu, version, *pairs, *arguments) == (INVALID_VALUE, none)
+
+
+@pytest.mark.vgpu(memory="1GiB")
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_a_batch_of_copies_says_which_fails(version: int) -> None:
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    host = pinned.address.value or 0
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.free(address) == OK
+    found = batch(gpu, version, [host, host], [host + 8, address], stream)
+    assert found == (ILLEGAL_ADDRESS, 1 if version < 13000 else None)
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_a_batch_of_copies_is_captured() -> None:
+    gpu = Cuda()
+    stream, pinned = gpu.stream(), Pinned(gpu)
+    host = pinned.address.value or 0
+    _, address = gpu.malloc(2 * MIB)
+    assert gpu.call("cudaStreamBeginCapture", stream, 0) == OK
+    assert batch(gpu, 13000, [host], [address], stream)[0] == OK
+    graph = c_void_p()
+    assert gpu.call("cudaStreamEndCapture", stream, byref(graph)) == OK
+    assert pinned.byte.value == 0
+    launchable = gpu.new("cudaGraphInstantiateWithFlags", graph, ctypes.c_uint64(0))
+    for value in (5, 6):
+        assert gpu.fill_async(address, value, 8, stream) == OK
+        assert gpu.call("cudaGraphLaunch", launchable, stream) == OK
+        assert pinned.byte.value == value

@@ -11,6 +11,7 @@
 struct CUmemPoolHandle_st {
   int device;
   uint64_t threshold, used, kept, used_high, reserved_high;
+  int reuse_is_off[3];  // as set; nothing here runs behind the program's back
 };
 static struct CUmemPoolHandle_st default_pool[MAX_DEVICES];
 
@@ -131,47 +132,64 @@ EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
   return CUDA_SUCCESS;
 }
 
+static bool is_reuse(CUmemPool_attribute attribute) {
+  return attribute >= CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES &&
+         attribute <= CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+}
+
 EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
                                       void* value) {
   DRV_USE(0);
+  if (!pool || !value) return CUDA_ERROR_INVALID_VALUE;
+  if (is_reuse(attribute)) {
+    pool->reuse_is_off[attribute - 1] = !*(int*)value;
+    return CUDA_SUCCESS;
+  }
   switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
       pool->threshold = *(uint64_t*)value;
-      break;
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+      if (*(uint64_t*)value) return CUDA_ERROR_INVALID_VALUE;
       pool->reserved_high = pool_reserved(pool);
-      break;
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+      if (*(uint64_t*)value) return CUDA_ERROR_INVALID_VALUE;
       pool->used_high = pool->used;
-      break;
-    default:;  // the reuse policies: nothing here runs behind the program's back
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
   }
-  return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute,
                                       void* value) {
   DRV_USE(0);
+  if (!pool || !value) return CUDA_ERROR_INVALID_VALUE;
+  if (is_reuse(attribute)) {
+    *(int*)value = !pool->reuse_is_off[attribute - 1];
+    return CUDA_SUCCESS;
+  }
+  uint64_t* bytes = value;
   switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
-      *(uint64_t*)value = pool->threshold;
-      break;
+      *bytes = pool->threshold;
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
-      *(uint64_t*)value = pool_reserved(pool);
-      break;
+      *bytes = pool_reserved(pool);
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
-      *(uint64_t*)value = pool->reserved_high;
-      break;
+      *bytes = pool->reserved_high;
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
-      *(uint64_t*)value = pool->used;
-      break;
+      *bytes = pool->used;
+      return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
-      *(uint64_t*)value = pool->used_high;
-      break;
+      *bytes = pool->used_high;
+      return CUDA_SUCCESS;
     default:
-      *(int*)value = 1;
+      return CUDA_ERROR_INVALID_VALUE;
   }
-  return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* access,

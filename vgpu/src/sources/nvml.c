@@ -14,6 +14,7 @@ enum {
   NOT_SUPPORTED = 3,
   NOT_FOUND = 6,
   INSUFFICIENT_SIZE = 7,
+  VERSION_MISMATCH = 25,
 };
 
 // A handle is 1 + the device, for a MIG instance's parent 0x101 + the device.
@@ -374,5 +375,35 @@ VERSIONS(nvmlDeviceGetGraphicsRunningProcesses, GRAPHICS)
 EXPORT int nvmlDeviceGetUtilizationRates(Handle handle, unsigned rates[2]) {
   ENTER_HANDLE(handle);
   rates[0] = rates[1] = 0;
+  return OK;
+}
+
+// ---- NVLink fabric: no device has one
+
+typedef struct {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+  unsigned health;
+} FabricInfo2;
+
+typedef struct {
+  FabricInfo2 info;
+  unsigned char summary;
+} FabricInfo3;
+
+EXPORT int nvmlDeviceGetGpuFabricInfoV(Handle handle, FabricInfo2* info) {
+  ENTER_HANDLE(handle);
+  if (!info) return INVALID_ARGUMENT;
+  unsigned version = info->version;
+  if (version == (3u << 24 | sizeof(FabricInfo3)))
+    *(FabricInfo3*)info = (FabricInfo3){0};
+  else if (version == (2u << 24 | sizeof(FabricInfo2)))
+    *info = (FabricInfo2){0};  // its state: not supported
+  else
+    return VERSION_MISMATCH;
+  info->version = version;
   return OK;
 }

@@ -15,6 +15,7 @@ typedef enum {
   COMMUNICATOR,
   COLLECTIVE,
   USER_OBJECT,
+  LOG_CALLBACK,
   OTHER
 } Kind;
 

@@ -118,6 +118,55 @@ DRV_COPY_ASYNC(cuMemcpyHtoDAsync,
                (CUdeviceptr to, const void* from, size_t size, CUstream stream), to,
                from)
 
+// Copies of a batch have no order among themselves; here they have that of the array.
+static CUresult copy_batch(const CUdeviceptr* to, const CUdeviceptr* from,
+                           const size_t* size, size_t n,
+                           const CUmemcpyAttributes* attribute, const size_t* first,
+                           size_t attributes, size_t* failed, CUstream stream) {
+  *failed = SIZE_MAX;
+  bool legacy = !stream || stream == CU_STREAM_LEGACY;
+  if (legacy || !to || !from || !size || !attribute || !first || !attributes ||
+      attributes > n || first[0])
+    return CUDA_ERROR_INVALID_VALUE;
+  bool during_call = false;
+  for (size_t i = 0; i < attributes; i++) {
+    CUmemcpySrcAccessOrder order = attribute[i].srcAccessOrder;
+    if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM ||
+        order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY || first[i] >= n ||
+        (i && first[i] <= first[i - 1]))
+      return CUDA_ERROR_INVALID_VALUE;
+    during_call |= order == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL;
+  }
+  for (size_t i = 0; i < n; i++) {
+    CUresult error = copy((void*)to[i], (void*)from[i], size[i], stream);
+    if (!error) continue;
+    *failed = i;
+    return error;
+  }
+  return during_call ? stream_finish(stream_find(stream)) : CUDA_SUCCESS;
+}
+
+// The header has the version of its CUDA under this name; a program may ask for either.
+#undef cuMemcpyBatchAsync
+EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* size,
+                                   size_t n, CUmemcpyAttributes* attribute,
+                                   size_t* first, size_t attributes, size_t* failed,
+                                   CUstream stream) {
+  DRV_ENTER(n);
+  size_t index;
+  return copy_batch(to, from, size, n, attribute, first, attributes,
+                    failed ? failed : &index, stream);
+}
+
+EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr* to, CUdeviceptr* from, size_t* size,
+                                      size_t n, CUmemcpyAttributes* attribute,
+                                      size_t* first, size_t attributes,
+                                      CUstream stream) {
+  DRV_ENTER(n);
+  size_t index;
+  return copy_batch(to, from, size, n, attribute, first, attributes, &index, stream);
+}
+
 #define DRV_FILL(name, type)                                   \
   EXPORT CUresult name(CUdeviceptr to, type value, size_t n) { \
     DRV_ENTER(n * sizeof value);                               \
