@@ -28,7 +28,9 @@ DEFAULTS: dict[str, Any] = {
     "refused": "",  # the call of the driver that fails, as where it cannot map memory
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
-    "serve": False,  # serve the largest batches within what was requested
+    # Serve the largest batches within what was requested, or "alone": nobody else takes
+    # what was not.
+    "serve": False,
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
     "free": 0,  # what another process leaves, if given
@@ -120,7 +122,8 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
 
         result["start_peak"] = device.process_peak()
         before = result["before" if device.VIRTUAL else "before_request"]
-        result["served"] = serve(llm, before + int(result["requested"]))
+        limit = before + int(result["requested"])
+        result["served"] = serve(llm, None if asked["serve"] == "alone" else limit)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 
@@ -347,8 +350,8 @@ def generate(llm: Any, tokens: int) -> list[int]:
     return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-def serve(llm: Any, limit: int) -> str:
-    """Serve the largest batches while another process has all but `limit` bytes.
+def serve(llm: Any, limit: int | None) -> str:
+    """Serve the largest batches while another process has all but `limit` bytes, if any.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. With
@@ -381,7 +384,8 @@ def serve(llm: Any, limit: int) -> str:
         detokenize=False,
         ignore_eos=True,
     )
-    device.leave(max(0, limit - device.process_used()))
+    if limit is not None:
+        device.leave(max(0, limit - device.process_used()))
     try:
         for prompts in batches:
             if config.model_config.runner_type == "pooling":
