@@ -81,6 +81,70 @@ def _tell(kernel: str) -> None:
     print(f"[vgpu] {kernel} touches what is not mapped; loads give 0", file=sys.stderr)
 
 
+# ---- bfloat16 and FP8
+
+_FP8 = {
+    tl.float8e5, tl.float8e5b16, tl.float8e4nv, tl.float8e4b8, tl.float8e4b15,
+}  # fmt: skip
+
+
+def _widened(handle: Any) -> Any:
+    """A bfloat16, which numpy does not have, as float32; the interpreter has its bits."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    bits = np.asarray(handle.data).astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _narrowed(values: Any) -> Any:
+    """Numbers as bfloat16, rounded to the nearest, of two to the even one."""
+    values = np.asarray(values).astype(np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    rounded = np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+
+def _refuse_fp8(*kinds: Any) -> None:
+    if any(kind.scalar in _FP8 for kind in kinds):
+        raise NotImplementedError("Triton's interpreter computes no FP8")
+
+
+def _computes(native: Any) -> Any:
+    """An operation of the interpreter, in float32 where it is one of bfloat16."""
+
+    def operation(self: Any, *given: Any) -> Any:
+        *handles, what = given
+        _refuse_fp8(*(handle.dtype for handle in handles))
+        wide = [_widened(handle) for handle in handles]
+        result = native(self, *wide, what)
+        narrow = handles[-1].dtype.scalar == tl.bfloat16
+        if not narrow or what in _COMPARISONS:
+            return result
+        return _narrowed(result.data)
+
+    return operation
+
+
+_COMPARISONS = (
+    np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal,
+)  # fmt: skip
+
+
+def _casts(native: Any) -> Any:
+    def cast(self: Any, source: Any, kind: Any, *rounding: Any) -> Any:
+        _refuse_fp8(kind)
+        wide = _widened(source)
+        if kind.scalar != tl.bfloat16 or source.dtype.scalar in _FP8:
+            if wide is source:
+                return native(self, source, kind, *rounding)
+            data = wide.data.astype(interpreter._get_np_dtype(kind))
+            return interpreter.TensorHandle(data, kind.scalar)
+        return _narrowed(wide.data)
+
+    return cast
+
+
 # ---- the language
 
 
@@ -95,6 +159,11 @@ class _Language:
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         scope = interpreter._patch_lang(everything)
         scope.set_attr(interpreter, "_interpreter", _memory)
+        builder = interpreter.InterpreterBuilder
+        for name in ("unary_op", "binary_op", "ternary_op"):
+            scope.set_attr(builder, name, _computes(getattr(builder, name)))
+        for name in ("cast_impl", "create_fp_to_fp"):
+            scope.set_attr(builder, name, _casts(getattr(builder, name)))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):
                 scope.set_attr(tl.tensor, name, _method(member))

@@ -155,3 +155,23 @@ def test_processes_of_the_run_find_it_and_the_users_own_sitecustomize(
         check=True,
     )
     assert json.loads(report.read_text())["computed"] == 1
+
+
+@pytest.mark.vgpu(memory="1GiB", interpret=CHOSEN)
+def test_bfloat16_is_computed_and_fp8_is_refused() -> None:
+    import torch
+
+    from tests.vgpu.device import triton_kernels as kernels
+
+    x, y, wide = torch.randn(3, 64) * 300
+    x[0], y[0] = 256, 1
+    x, y = x.bfloat16(), y.bfloat16()
+    to = torch.zeros(2, 64, dtype=torch.bfloat16).cuda()
+    given = [values.cuda() for values in (x, y, wide)]
+    kernels.chosen_sum_kernel[(1,)](to, *given, 64, BLOCK=64)
+    sums, narrowed = to.cpu()
+    assert torch.equal(sums, torch.where(x < y, x + y, -(x * y)))
+    assert torch.equal(narrowed, wide.bfloat16())
+    to = torch.zeros(2, 64, dtype=torch.float8_e4m3fn).cuda()
+    with pytest.raises(Exception, match="computes no FP8"):
+        kernels.chosen_sum_kernel[(1,)](to, *given, 64, BLOCK=64)

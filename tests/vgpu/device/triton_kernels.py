@@ -55,3 +55,12 @@ def tuned_kernel(to, n, LAST: tl.constexpr, BLOCK: tl.constexpr):
 def refused_kernel(to):
     low = tl.inline_asm_elementwise("mov.u32 $0, 7;", "=r", [], tl.int32, True, 1)
     tl.store(to, low)
+
+
+@triton.jit
+def chosen_sum_kernel(to, x, y, narrow, n, BLOCK: tl.constexpr):
+    """Sums in the type of `x`, which are compared, and float32 as such a number."""
+    index = tl.arange(0, BLOCK)
+    a, b = tl.load(x + index), tl.load(y + index)
+    tl.store(to + index, tl.where(a < b, a + b, -(a * b)))
+    tl.store(to + n + index, tl.load(narrow + index).to(to.dtype.element_ty))
