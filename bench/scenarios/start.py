@@ -28,9 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "refused": "",  # the call of the driver that fails, as where it cannot map memory
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
-    # Serve the largest batches within what was requested, or "alone": nobody else takes
-    # what was not.
-    "serve": False,
+    "serve": False,  # serve the largest batches within what was requested
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
     "free": 0,  # what another process leaves, if given
@@ -122,8 +120,7 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
 
         result["start_peak"] = device.process_peak()
         before = result["before" if device.VIRTUAL else "before_request"]
-        limit = before + int(result["requested"])
-        result["served"] = serve(llm, None if asked["serve"] == "alone" else limit)
+        result["served"] = serve(llm, before + int(result["requested"]))
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 
@@ -350,8 +347,8 @@ def generate(llm: Any, tokens: int) -> list[int]:
     return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-def serve(llm: Any, limit: int | None) -> str:
-    """Serve the largest batches while another process has all but `limit` bytes, if any.
+def serve(llm: Any, limit: int) -> str:
+    """Serve the largest batches while another process has all but `limit` bytes.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. With
@@ -384,8 +381,7 @@ def serve(llm: Any, limit: int | None) -> str:
         detokenize=False,
         ignore_eos=True,
     )
-    if limit is not None:
-        device.leave(max(0, limit - device.process_used()))
+    device.leave(max(0, limit - device.process_used()))
     try:
         for prompts in batches:
             if config.model_config.runner_type == "pooling":

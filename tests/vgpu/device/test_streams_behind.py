@@ -252,7 +252,9 @@ def batch(
     function = c_void_p()
     name = ctypes.c_char_p(b"cuMemcpyBatchAsync")
     find = "cuGetProcAddress_v2"
-    assert gpu.call(find, name, byref(function), version, ctypes.c_uint64(0), None) == OK
+    assert (
+        gpu.call(find, name, byref(function), version, ctypes.c_uint64(0), None) == OK
+    )
     addresses = [(ctypes.c_uint64 * n)(*a) for a in (to, from_)]
     attributes = (Attributes * len(first))(*[Attributes(order=order)] * len(first))
     arguments = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -83,33 +82,6 @@ def test_bytes_that_are_named_are_taken_with_a_warning(
     if "kv_cache_memory_bytes" in llm:
         official = start("V2", "official", tmp_path, **llm)
         assert ours["blocks"] == official["blocks"]
-
-
-def test_numbers_of_a_refusal_leave_the_host_its_reserve(tmp_path: Path) -> None:
-    """Both start beside the tenant, and serve, where a request is refused."""
-    tenant, refused = 6 * GIB, {"gpu_memory_utilization": 0.9}
-    device = {"memory": MEMORY, "integrated": True, "other": tenant}
-    said = {}
-    for vllm in ("official", "envelope"):
-        case = {"llm": refused}
-        result = run("start", case, vllm=vllm, device=device, folder=tmp_path)
-        assert result["outcome"] == "ValueError", result
-        said[vllm] = re.findall(r"at most (\S+) fits now", result["error"])
-    assert not said["official"]
-    fraction, limit = said["envelope"]
-    suggested = [
-        {"gpu_memory_utilization": float(fraction)},
-        refused | {"gpu_memory_limit_bytes": int(limit)},
-    ]
-    for llm in suggested:
-        case = {"serve": "alone", "llm": llm}
-        result = run("start", case, vllm="envelope", device=device, folder=tmp_path)
-        assert (result["outcome"], result["served"]) == ("started", "lives"), result
-        # A fifth of what was available, less what the host gave up since.
-        reserve = (MEMORY - tenant) / 5
-        print(llm, result["least_available"] / MIB, reserve / MIB)
-        assert result["least_available"] > reserve - 128 * MIB
-        assert "may freeze" not in result["stderr"] + result["stdout"]
 
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
