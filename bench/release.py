@@ -37,6 +37,17 @@ MODELS = bench_start.MODELS | {
 # Starts of each with --more, alone.
 MORE: dict[str, dict[str, Any]] = {
     "MLA": {"model": "MLA", "llm": {"attention_backend": "TRITON_MLA"}},
+    **{
+        f"{backend}, 64 experts": {
+            "model": "MLA, 64 experts",
+            "llm": {
+                "attention_backend": backend,
+                "max_num_batched_tokens": 8192,
+                "max_num_seqs": 256,
+            },
+        }
+        for backend in ("FLASH_ATTN_MLA", "TRITON_MLA")
+    },
     "Mamba1": {"model": "Mamba1"},
     "Mamba2": {"model": "Mamba2"},
     "Falcon-H1": {"model": "Falcon-H1"},

@@ -434,6 +434,17 @@ MODELS |= {
         "pad_token_id": 2,
     },
 }
+# With heads as DeepSeek-V2-Lite, two of its layers, and smaller experts.
+MODELS["MLA, 64 experts"] = MODELS["MLA"] | {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 352,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+}
 
 
 def write(name: str, folder: Path) -> str:
