@@ -13,8 +13,10 @@ import os
 import time
 from typing import IO
 
-from triton.runtime.cache import FileCacheManager
+from triton.runtime.cache import FileCacheManager, triton_key
 
+# A hash of all of Triton, 0.4 s: once, where this is imported before processes fork.
+triton_key()
 # Seconds in which another process has compiled a kernel, or hangs.
 LONGEST = 300
 

@@ -28,6 +28,7 @@ IMPORTS = (
     "fastapi",
     "hypothesis",
     "pytest",
+    "scripts.kernel_shelf",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,20 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def warm_up_few_batches() -> None:
+    """In tests, compile an expert router's GEMM for the batches of their starts alone.
+
+    vLLM compiles one for each of 1 to 16 tokens, more than half of such a start. One
+    that is missing is compiled as it is called.
+    """
+    if "WARM_UP_FEW_BATCHES" not in os.environ:
+        return
+    from vllm.model_executor.warmup import kernel_warmup
+
+    if hasattr(kernel_warmup, "_LL_BF16_WARMUP_M_RANGE"):  # 0.26.0 has none
+        kernel_warmup._LL_BF16_WARMUP_M_RANGE = (1, 2, 4)
 
 
 def count_unique_on_host() -> None:

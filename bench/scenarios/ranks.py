@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import start
-from bench.scenarios.on_the_host import inspect_models_here
+from bench.scenarios.on_the_host import inspect_models_here, warm_up_few_batches
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -166,6 +166,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     from vgpu import control
 
     inspect_models_here()
+    warm_up_few_batches()
     for device, size in enumerate(case["held"]):
         control.other_process(size, device)
     if case["fails"]:

@@ -17,7 +17,11 @@ from typing import Any
 
 from bench.scenarios import observe
 from bench.scenarios.loads import with_image, with_sound
-from bench.scenarios.on_the_host import compute_on_host, inspect_models_here
+from bench.scenarios.on_the_host import (
+    compute_on_host,
+    inspect_models_here,
+    warm_up_few_batches,
+)
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -47,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
     "workspace": 0,  # what the first batch makes attention's metadata builder hold
     "folder": "",  # where the model is written: a key of compile caches
-    "environment": {},  # variables; PyTorch reads its own as it is imported
+    "environment": {},  # variables; some are read by imports (see starts.py)
     "llm": {},  # further arguments of LLM
 }
 ENGINE: dict[str, Any] = {
@@ -221,6 +225,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     observe.record_graphs(result, case["profiles"])
     if device.VIRTUAL:
         inspect_models_here()
+        warm_up_few_batches()
     model = models.MODELS[case["model"]]
     compute_on_host(model, case["llm"])
     if "num_mel_bins" in model:  # which convolves; cuDNN does not start on the device

@@ -3,7 +3,7 @@
 The argument is a JSON list of cases (see start.py); prints a RESULT line for each. The
 processes are forked from one that has imported what a start imports, which is most of
 its time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
-FlashInfer's, or a variable that is not vLLM's, imports for itself.
+FlashInfer's, or a variable that is read as it imports, imports for itself.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     for case in json.loads(sys.argv[1]):
-        if "flashinfer_tactic" in case or has_others_variable(case):
+        if "flashinfer_tactic" in case or is_read_by_imports(case):
+            # As a user's: it warms up all batches, too.
+            environment = dict(os.environ)
+            environment.pop("WARM_UP_FEW_BATCHES", None)
             done = subprocess.run(
-                [sys.executable, "-m", start.__name__, json.dumps(case)]
+                [sys.executable, "-m", start.__name__, json.dumps(case)],
+                env=environment,
             )
             tell_death(done.returncode)
             continue
@@ -56,9 +60,22 @@ def main() -> None:
         tell_death(status)
 
 
-def has_others_variable(case: dict[str, Any]) -> bool:
-    """PyTorch reads its variables as it is imported, vLLM when it needs them."""
-    return any(not name.startswith("VLLM_") for name in case.get("environment", {}))
+def is_read_by_imports(case: dict[str, Any]) -> bool:
+    """Whether a variable of the case is neither vLLM's, which reads its own when it
+    needs them, nor of PyTorch's allocator, whose settings the first call reads.
+
+    Its backend is "parsed at load time" (CUDAAllocatorConfig.cpp). And the KV cache of
+    a forked start differs by some MiB with expandable segments.
+    """
+    return any(
+        not name.startswith("VLLM_")
+        and (
+            not name.endswith("ALLOC_CONF")
+            or "backend" in value
+            or "expandable_segments" in value
+        )
+        for name, value in case.get("environment", {}).items()
+    )
 
 
 def tell_death(status: int) -> None:

@@ -27,7 +27,8 @@ BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"
 # Without FlashInfer, which asks the device when it is imported.
-IMPORTS = ("-flashinfer", *IMPORTED, "tilelang")
+IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "compressed_tensors")
+IMPORTS += ("scripts.kernel_shelf",)
 if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
     IMPORTS += ("cutlass",)
 
@@ -99,6 +100,8 @@ def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
     paths = [site, str(ROOT)]
     base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    # Benchmarks measure a start with all of them (on_the_host.py).
+    base["WARM_UP_FEW_BATCHES"] = "1"
     return caches_of_runs.environment(base, caches, SHELF)
 
 
