@@ -5,6 +5,7 @@ The argument is a JSON object; DEFAULTS lists its keys.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -45,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
     "beside": {},  # the case of an engine that is started first in the process
+    "caller": False,  # somebody else allocates in the engine's process
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
     # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
     "flashinfer_tactic": {},
@@ -136,7 +138,7 @@ def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     level = asked.get("asleep", 0)
     told: dict[str, Any] = {}
     result["beside"] = told
-    llm = engine({"sleep": level} | asked["beside"], told)
+    llm = engine({"sleep": level, "caller": True} | asked["beside"], told)
     if level:
         llm.sleep(level=level)
     result["beside"] = copy.deepcopy(told)  # the next start writes there, too
@@ -169,8 +171,9 @@ def lost(first: tuple[Any, dict[int, int]]) -> list[int]:
     return sorted(size for at, size in then.items() if at in freed)
 
 
-def configure(v2: bool) -> None:
-    """Set the engine's environment variables, before vLLM is imported."""
+def configure(v2: bool, own: bool = True) -> None:
+    """Set the engine's environment variables, before vLLM is imported. The process is
+    its `own`, as those that vLLM makes, unless somebody else allocates there."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
@@ -178,6 +181,11 @@ def configure(v2: bool) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if own:
+        with contextlib.suppress(ImportError):  # the release has no such function
+            from vllm.device_allocator.alloc_conf import own_process
+
+            own_process()
 
 
 def graphs(compiled: bool) -> dict[str, Any]:
@@ -192,7 +200,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     """An engine, with what its start took in `result`."""
     assert asked.keys() <= DEFAULTS.keys(), asked
     case = DEFAULTS | asked
-    configure(case["v2"])
+    configure(case["v2"], own=not (case["tensors"] or case["beside"] or case["caller"]))
     began = time.perf_counter()
     import torch
     from vllm import LLM

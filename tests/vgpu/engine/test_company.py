@@ -106,3 +106,35 @@ def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
         timeout=500,
     )
     assert (result["outcome"], result["second"]) == ("served", "served"), result
+
+
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize(
+    ("v2", "steps"),
+    [
+        (True, 60),
+        pytest.param(False, 60, marks=pytest.mark.full),
+        pytest.param(True, 10_000, marks=pytest.mark.long),
+        pytest.param(False, 10_000, marks=pytest.mark.long),
+    ],
+)
+def test_a_caller_finds_what_it_finds_with_the_release(
+    v2: bool, steps: int, tmp_path: Path
+) -> None:
+    """Its data, stream, settings and limit after each step of a random program."""
+    logs = {}
+    for vllm in ("official", "envelope"):
+        folder = tmp_path / vllm
+        folder.mkdir()
+        case = {"v2": v2, "graphs": False, "seed": 1, "steps": steps}
+        device = {"memory": "8GiB", "streams_behind": True, "behind_queries": 0}
+        result = run(
+            "caller", case, vllm=vllm, device=device, hooks=HOOKS, folder=folder,
+            timeout=600 + steps,
+        )  # fmt: skip
+        logs[vllm] = result["log"]
+    assert len(logs["official"]) == 1 + steps
+    for official, ours in zip(logs["official"], logs["envelope"], strict=True):
+        assert ours == official
+    read = [s[1] for s in logs["envelope"] if s[0] == "copy_on_the_default_stream"]
+    assert read and all(len(set(values)) == 1 for values in read)
