@@ -1,10 +1,10 @@
 """A random program of a process that serves an engine and does other things.
 
 The argument is a JSON object: "v2", "graphs", "seed" and "steps". A step generates
-(with or without logprobs, in this thread, another one or on a stream of the caller's), copies
-with a library that works on CUDA's default stream, writes allocator settings that
-PyTorch accepts or refuses, forks, captures a graph, or allocates, frees and checks
-tensors.
+(with or without logprobs, in this thread, another one or on a stream of the
+caller's), copies with a library that works on CUDA's default stream, writes allocator
+settings that PyTorch accepts or refuses, forks, captures a graph, or allocates, frees
+and checks tensors.
 
 Each step leaves a line of the "log": what it did and found, whether the current stream
 is the one before the start, PyTorch's settings (options and text), and its limit.
