@@ -89,7 +89,7 @@ _FP8 = {
 
 
 def _widened(handle: Any) -> Any:
-    """A bfloat16, which numpy does not have, as float32; the interpreter has its bits."""
+    """A bfloat16, which numpy does not have, as float32: the interpreter has bits."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = np.asarray(handle.data).astype(np.uint32) << 16
