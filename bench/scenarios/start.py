@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios import observe
+from bench.scenarios import block_ids, observe
 from bench.scenarios.loads import with_image, with_sound
 from bench.scenarios.on_the_host import (
     compute_on_host,
@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "refused": "",  # the call of the driver that fails, as where it cannot map memory
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
+    "beyond": False,  # then name a block that is not there: see block_ids.py
     "serve": False,  # serve the largest batches within what was requested
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
@@ -121,6 +122,12 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         control.other_process(control.available())
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
+    if asked.get("beyond"):
+        llm.collective_rpc(block_ids.pretend_only_one)
+        try:
+            generate(llm, 1)
+        except AssertionError as error:
+            result["beyond"] = str(error)
     if asked.get("serve"):
         from bench.scenarios import device
 

@@ -98,7 +98,7 @@ def run(
 def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     site = SITES[vllm]
     assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
-    paths = [site, str(ROOT)]
+    paths = [site, str(ROOT), str(ROOT / "bench/plugin")]  # see block_ids.py
     base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     # Benchmarks measure a start with all of them (on_the_host.py).
     base["WARM_UP_FEW_BATCHES"] = "1"

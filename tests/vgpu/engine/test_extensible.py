@@ -6,6 +6,7 @@ Both are ours: `--enable-extensible-kv-cache` or not.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,35 @@ def test_the_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
         estimated, extended = starts(cases, tmp_path)
         assert extended["outcome"] == "started", extended
         assert extended["blocks"] == estimated["blocks"]
+
+
+def test_few_blocks(tmp_path: Path) -> None:
+    """Warm-up names no block that is not mapped (block_ids.py): a request has one for
+    each 16 drafts, and half of six are mapped."""
+    few = {"num_gpu_blocks_override": 6, "max_num_seqs": 1, "max_model_len": 64}
+    few |= {"max_num_batched_tokens": 64}
+    asked = {"graphs": True, "draft": 15, "generate": 4, "beyond": True, "llm": few}
+    (result,) = starts([case("draft", True, True, **asked)], tmp_path)
+    assert result["outcome"] == "started", result
+    assert result["blocks"] == 6
+    assert re.fullmatch(r"block \d is named, of 1 that .*", result["beyond"])
+
+
+def test_the_map_shrinks_to_what_fits(tmp_path: Path) -> None:
+    """The first graph takes what warm-up left of the request, and more: of 321 blocks
+    that were mapped (24 MiB), 256 stay."""
+    tight = {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_model_len": 512}
+    tight |= {"max_num_batched_tokens": 4096}
+    (result,) = starts(
+        [case("dense", True, True, graphs=True, generate=4, llm=tight)],
+        tmp_path,
+        SMALL | {"first_graph": 541_000_000},
+    )
+    assert result["outcome"] == "started", result
+    assert result["tokens"] == [4] * 4
+    assert result["report"]["kv_cache"] == 16 * MIB
+    assert result["blocks"] == 256
+    assert result["process_peak"] <= math.ceil(2560 * MIB * 0.3)
 
 
 @pytest.mark.parametrize("v2", [pytest.param(False, marks=full), True])

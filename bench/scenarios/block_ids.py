@@ -1,0 +1,125 @@
+"""Check each block of the KV cache that a batch names: it must exist, and be mapped.
+
+Kernels do nothing on the device, so one that reads past the KV cache is not caught. A
+card answers with an illegal access, or with another tensor's memory. vLLM loads this as
+a plugin (bench/plugin, which tests have on their path) in each process with a worker:
+warm-up, profiling, capture and serving, of both model runners.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# All that makes a worker run kernels.
+CALLS = (
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+    "execute_model",
+    "sample_tokens",
+    "execute_dummy_batch",
+)
+_current = threading.local()  # the worker whose call it is
+_installed = False
+_at_most = sys.maxsize
+
+
+def install() -> None:
+    """Watch each worker that is made in this process from now on."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    init_device = WorkerWrapperBase.init_device
+
+    @functools.wraps(init_device)
+    def watching(self: Any) -> Any:
+        _watch()
+        return init_device(self)
+
+    WorkerWrapperBase.init_device = watching
+
+
+def _watch() -> None:
+    """Once a worker is there, as its modules are imported by then."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from vllm.v1.worker import block_table, gpu_worker, utils
+    from vllm.v1.worker.gpu import block_table as block_table_v2
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    for name in CALLS:
+        _wrap(gpu_worker.Worker, name, _as_current)
+    _wrap(block_table.BlockTable, "append_row", _checked(lambda _, ids, row: ids))
+    _wrap(block_table_v2.BlockTables, "append_block_ids", _checked(_of_all_groups))
+    _wrap(utils.KVBlockZeroer, "zero_block_ids", _checked(lambda _, ids: ids))
+    for module in cudagraph_utils, model_runner:
+        if hasattr(module, "set_dummy_context"):  # not in 0.26.0
+            _wrap(module, "set_dummy_context", _checked(_of_dummy_context))
+
+
+def _of_all_groups(
+    tables: Any, req_index: int, new_block_ids: Any, overwrite: bool
+) -> Iterable[int]:
+    if getattr(tables, "redirect_writes_to_null_block", False):
+        return ()
+    return (block for group in new_block_ids for block in group)
+
+
+def _of_dummy_context(
+    batch: Any, tables: Any, length: int, num_kv_blocks: int, *rest: Any, **options: Any
+) -> Iterable[int]:
+    return (num_kv_blocks - 1,)  # the last one; computed on the device
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _as_current(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def calling(worker: Any, *arguments: Any, **options: Any) -> Any:
+        before = getattr(_current, "worker", None)
+        _current.worker = worker
+        try:
+            return call(worker, *arguments, **options)
+        finally:
+            _current.worker = before
+
+    return calling
+
+
+def _checked(
+    named: Callable[..., Iterable[int]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Check the blocks that a call names."""
+
+    def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def checking(*arguments: Any, **options: Any) -> Any:
+            last = max(named(*arguments, **options), default=-1)
+            blocks = num_blocks(_current.worker)
+            assert last < blocks, f"block {last} is named, of {blocks} that are mapped"
+            return call(*arguments, **options)
+
+        return checking
+
+    return wrapper
+
+
+def num_blocks(worker: Any) -> int:
+    """Blocks that a batch may name now, with the null block."""
+    memory = getattr(worker, "startup_memory", None)
+    cache = getattr(memory, "extensible_kv_cache", None)
+    told = worker.model_runner.kv_cache_config if cache is None else cache
+    return min(int(told.num_blocks), _at_most)
+
+
+def pretend_only_one(worker: Any) -> None:
+    """As if only the null block was mapped, so that each batch is wrong."""
+    global _at_most
+    _at_most = 1
