@@ -248,7 +248,7 @@ def extension_and_plugin() -> dict[str, Any]:
     llm = engine(worker_extension_cls="bench.scenarios.derived.Extension")
     (rank,) = llm.collective_rpc("own_rank")
     (layers,) = llm.collective_rpc(lambda worker: len(worker.model_runner.attn_groups))
-    return {"rank": rank, "groups": layers, "tokens": serve(llm)}
+    return {"ranks": rank + 1, "groups": layers, "tokens": serve(llm)}
 
 
 class Extension:
@@ -266,7 +266,9 @@ def texts() -> dict[str, Any]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    logging.getLogger("vllm").addHandler(Keep())
+    logger = logging.getLogger("vllm")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Keep())
     tokens = serve(engine())
     words = "Actual usage is", "to fit into requested memory", "kv cache memory in use"
     found = [word for word in words if any(word in text for text in said)]

@@ -40,6 +40,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_each_way_is_as_with_the_release(way: str, tried: Any) -> None:
     stock, patched = (tried(vllm)[way] for vllm in ("official", "envelope"))
     assert "error" not in stock
+    assert all(stock.values()), "the way sees nothing with the release"
     stock_blocks, blocks = (result.pop("blocks", 0) for result in (stock, patched))
     assert patched == stock
     # The reserves are less than an eighth of it.
