@@ -262,13 +262,14 @@ def texts() -> dict[str, Any]:
 
     said: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+    make = logging.getLogRecordFactory()
 
-    logger = logging.getLogger("vllm")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Keep())
+    def kept(*given: Any, **named: Any) -> logging.LogRecord:
+        record = make(*given, **named)
+        said.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(kept)  # an engine configures its handlers anew
     tokens = serve(engine())
     words = "Actual usage is", "to fit into requested memory", "kv cache memory in use"
     found = [word for word in words if any(word in text for text in said)]
