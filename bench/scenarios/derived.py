@@ -94,7 +94,8 @@ def request_memory_replaced() -> dict[str, Any]:
 
     def patched(snapshot: Any, config: Any, *rest: Any) -> int:
         calls.append(snapshot.free_memory)
-        return math.ceil(snapshot.total_memory * config.gpu_memory_utilization)
+        wanted: float = snapshot.total_memory * config.gpu_memory_utilization
+        return math.ceil(wanted)
 
     gpu_worker.request_memory = patched
     neighbour(1024)  # less than what is requested is free

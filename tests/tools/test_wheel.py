@@ -271,7 +271,7 @@ def test_pip_replaces_a_build_of_as_many_other_patches(
     venv = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
     subprocess.run(venv, check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(environment)]
-    versions = []
+    versions: list[str] = []
     for change in "first", "second":
         patched.commit("[Core] Say", vllm__budget_py=f"SAYS = '{change}'\n")
         if versions:
