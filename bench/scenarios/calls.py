@@ -188,9 +188,9 @@ def outcome(result: Any) -> list[Any]:
     except TimeoutError:
         return ["late"]
     except RuntimeError as error:
-        ended = r"Executor failed\. .*?\brank (\d+) (?:failed|died)"
-        if found := re.search(ended, str(error)):
-            return ["ended", int(found[1])]
+        ended = r"Executor failed\. .*?(?:\brank (\d+) died|failed .*\(rank (\d+)\))"
+        if found := re.search(ended, str(error), re.S):
+            return ["ended", int(found[1] or found[2])]
         if found := re.search(r"call (\d+) at rank (\d+)", str(error)):
             return ["failed", int(found[1]), int(found[2])]
         return ["error", str(error)]
