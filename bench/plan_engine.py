@@ -25,7 +25,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios.on_the_host import index_chunks_on_host, inspect_models_here
+from bench.scenarios.on_the_host import (
+    index_chunks_on_host,
+    inspect_models_here,
+    own_process,
+)
 
 PHASES = {
     "init_device": "device",
@@ -72,6 +76,7 @@ def main() -> None:
 
 def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     print("PHASE imports", flush=True)
+    own_process()
     arguments = parse([asked["model"], *asked["flags"]])
     if (arguments.data_parallel_size or 1) > 1:
         raise ValueError("the ranks of one engine are foreseen, not several engines")

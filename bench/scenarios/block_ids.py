@@ -24,7 +24,7 @@ CALLS = (
     "execute_dummy_batch",
 )
 _current = threading.local()  # the worker whose call it is
-_installed = False
+_watched: set[str] = set()
 _at_most = sys.maxsize
 
 
@@ -36,30 +36,30 @@ def install() -> None:
 
     @functools.wraps(init_device)
     def watching(self: Any) -> Any:
+        result = init_device(self)
         _watch()
-        return init_device(self)
+        return result
 
     WorkerWrapperBase.init_device = watching
 
 
 def _watch() -> None:
-    """Once a worker is there, as its modules are imported by then."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    from vllm.v1.worker import block_table, gpu_worker, utils
-    from vllm.v1.worker.gpu import block_table as block_table_v2
-    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    """Watch what the worker has imported. An import of our own may take memory."""
+    for name, watch in WATCHED.items():
+        module = sys.modules.get(f"vllm.v1.worker.{name}")
+        if module is not None and name not in _watched:
+            _watched.add(name)
+            watch(module)
 
+
+def _watch_worker(module: Any) -> None:
     for name in CALLS:
-        _wrap(gpu_worker.Worker, name, _as_current)
-    _wrap(block_table.BlockTable, "append_row", _checked(lambda _, ids, row: ids))
-    _wrap(block_table_v2.BlockTables, "append_block_ids", _checked(_of_all_groups))
-    _wrap(utils.KVBlockZeroer, "zero_block_ids", _checked(lambda _, ids: ids))
-    for module in cudagraph_utils, model_runner:
-        if hasattr(module, "set_dummy_context"):  # not in 0.26.0
-            _wrap(module, "set_dummy_context", _checked(_of_dummy_context))
+        _wrap(module.Worker, name, _as_current)
+
+
+def _watch_dummy_context(module: Any) -> None:
+    if hasattr(module, "set_dummy_context"):  # not in 0.26.0
+        _wrap(module, "set_dummy_context", _checked(_of_dummy_context))
 
 
 def _of_all_groups(
@@ -109,6 +109,22 @@ def _checked(
         return checking
 
     return wrapper
+
+
+WATCHED: dict[str, Callable[[Any], None]] = {
+    "gpu_worker": _watch_worker,
+    "block_table": lambda module: _wrap(
+        module.BlockTable, "append_row", _checked(lambda _, ids, row: ids)
+    ),
+    "gpu.block_table": lambda module: _wrap(
+        module.BlockTables, "append_block_ids", _checked(_of_all_groups)
+    ),
+    "utils": lambda module: _wrap(
+        module.KVBlockZeroer, "zero_block_ids", _checked(lambda _, ids: ids)
+    ),
+    "gpu.cudagraph_utils": _watch_dummy_context,
+    "gpu.model_runner": _watch_dummy_context,
+}
 
 
 def num_blocks(worker: Any) -> int:

@@ -3,8 +3,7 @@
 The argument is a JSON object: "v2", "graphs", "seed" and "steps". A step generates
 (with or without logprobs, in this thread, another one or on a stream of the
 caller's), copies with a library that works on CUDA's default stream, writes allocator
-settings that PyTorch accepts or refuses, forks, captures a graph, or allocates, frees
-and checks tensors.
+settings that PyTorch accepts or refuses, forks, or allocates, frees and checks tensors.
 
 Each step leaves a line of the "log": what it did and found, whether the current stream
 is the one before the start, PyTorch's settings (options and text), and its limit.
@@ -69,7 +68,7 @@ class Program:
         ]
         parameters = SamplingParams(
             max_tokens=rng.randrange(1, 4), detokenize=False, ignore_eos=True,
-            logprobs=rng.choice((None, 3)), prompt_logprobs=rng.choice((None, 2)),
+            logprobs=rng.choice((None, 3)),
         )  # fmt: skip
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
@@ -138,16 +137,6 @@ class Program:
             os._exit(3)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def capture(self) -> int:
-        import torch
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
-        graph.replay()
-        torch.cuda.synchronize()
-        return int(captured.numel())
-
     def hold(self) -> int:
         import torch
 
@@ -179,8 +168,8 @@ class Program:
         action = self.rng.choice((
             self.generate, self.generate_in_a_thread, self.generate_on_a_stream,
             self.copy_on_the_default_stream, self.copy_on_the_default_stream,
-            self.set_accepted, self.set_refused, self.fork, self.capture, self.hold,
-            self.free, self.check,
+            self.set_accepted, self.set_refused, self.fork, self.hold, self.free,
+            self.check,
         ))  # fmt: skip
         return [action.__name__, action(), *self.state()]
 

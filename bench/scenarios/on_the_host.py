@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import random
@@ -105,3 +106,11 @@ def count_unique_on_host() -> None:
         return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
 
     torch.unique = counted
+
+
+def own_process() -> None:
+    """Say that this process is one as vLLM makes for its workers."""
+    with contextlib.suppress(ImportError, AttributeError):  # stock vLLM has none
+        from vllm.device_allocator import alloc_conf
+
+        alloc_conf.own_process()

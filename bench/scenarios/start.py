@@ -5,7 +5,6 @@ The argument is a JSON object; DEFAULTS lists its keys.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
@@ -21,6 +20,7 @@ from bench.scenarios.loads import with_image, with_sound
 from bench.scenarios.on_the_host import (
     compute_on_host,
     inspect_models_here,
+    own_process,
     warm_up_few_batches,
 )
 
@@ -189,10 +189,7 @@ def configure(v2: bool, own: bool = True) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     if own:
-        with contextlib.suppress(ImportError):  # the release has no such function
-            from vllm.device_allocator.alloc_conf import own_process
-
-            own_process()
+        own_process()
 
 
 def graphs(compiled: bool) -> dict[str, Any]:

@@ -27,7 +27,9 @@ BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"
 # Without FlashInfer, which asks the device when it is imported.
-IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "compressed_tensors")
+# Nor compressed_tensors, which a load imports with the device as the default: a table
+# of its own then lies there.
+IMPORTS = ("-flashinfer", *IMPORTED, "tilelang")
 IMPORTS += ("scripts.kernel_shelf",)
 if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
     IMPORTS += ("cutlass",)

@@ -112,8 +112,8 @@ def test_a_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("v2", "steps"),
     [
-        (True, 60),
-        pytest.param(False, 60, marks=pytest.mark.full),
+        (True, 40),
+        pytest.param(False, 40, marks=pytest.mark.long),
         pytest.param(True, 10_000, marks=pytest.mark.long),
         pytest.param(False, 10_000, marks=pytest.mark.long),
     ],
