@@ -29,8 +29,7 @@ SHELF = ROOT / "build/kernels"
 # Without FlashInfer, which asks the device when it is imported.
 # Nor compressed_tensors, which a load imports with the device as the default: a table
 # of its own then lies there.
-IMPORTS = ("-flashinfer", *IMPORTED, "tilelang")
-IMPORTS += ("scripts.kernel_shelf",)
+IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "scripts.kernel_shelf")
 if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
     IMPORTS += ("cutlass",)
 
