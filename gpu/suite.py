@@ -193,7 +193,9 @@ def large(machine: Machine, model: str) -> str:
 
 
 def full_batches(name: str, *, extensible: bool = False) -> Case:
-    def case(machine: Machine, vllm: str) -> dict[str, Any]:
+    """Both are left the same bytes: what the patched requested, and held before."""
+
+    def case(machine: Machine, vllm: str, left: int | bool) -> dict[str, Any]:
         llm: dict[str, Any] = {"gpu_memory_utilization": 0.4}
         if extensible and vllm == "patched":
             llm["enable_extensible_kv_cache"] = True
@@ -201,14 +203,24 @@ def full_batches(name: str, *, extensible: bool = False) -> Case:
             "report": vllm == "patched",
             "model": large(machine, "dense"),
             "graphs": True,
-            "serve": True,
+            "serve": left,
             "tensors": MIB,  # with them the context comes before the engine
             "llm": llm,
         }
 
+    def run(
+        kit: Kit, machine: Machine, folder: Path, limit: float
+    ) -> dict[str, Result]:
+        results, left = {}, True
+        for vllm in reversed(VLLMS):
+            text = [json.dumps(case(machine, vllm, left))]
+            result = kit.run("bench.scenarios.start", text, vllm, folder, limit)
+            left, results[vllm] = result.get("left", True), result
+        return {vllm: results[vllm] for vllm in VLLMS}
+
     return Case(
         f"full batches{name}",
-        each("start", case),
+        run,
         serves_full_batches,
         needs=14 * GIB,
         where=False,
@@ -218,7 +230,12 @@ def full_batches(name: str, *, extensible: bool = False) -> Case:
 def serves_full_batches(
     machine: Machine, unpatched: Result, patched: Result
 ) -> Iterator[Check]:
-    """The release's outcome is beside it, not judged."""
+    left, theirs = patched.get("left"), unpatched.get("left")
+    same = left == theirs is not None
+    yield f"unpatched: is left the same {left} bytes", theirs, same
+    outcome = str(unpatched.get("served", unpatched["outcome"]))
+    failed = outcome.startswith("out of memory")
+    yield "unpatched: runs out of memory", outcome, failed
     found = patched.get("served", patched["outcome"])
     yield "patched: serves within what was requested", found, found == "lives"
     request = patched.get("requested", 0)

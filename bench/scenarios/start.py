@@ -34,7 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
     "beyond": False,  # then name a block that is not there: see block_ids.py
-    "serve": False,  # serve the largest batches within what was requested
+    # Serve the largest batches within what was requested, or with so many bytes left.
+    "serve": False,
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
     "free": 0,  # what another process leaves, if given
@@ -132,8 +133,12 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         from bench.scenarios import device
 
         result["start_peak"] = device.process_peak()
-        before = result["before" if device.VIRTUAL else "before_request"]
-        result["served"] = serve(llm, before + int(result["requested"]))
+        left = asked["serve"]
+        if left is True:
+            before = result["before" if device.VIRTUAL else "before_request"]
+            left = before + int(result["requested"])
+        result["left"] = left
+        result["served"] = serve(llm, left)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 

@@ -255,3 +255,22 @@ def test_a_gpu_keeps_the_name_of_its_profile() -> None:
     assert calibrate.profile_name("NVIDIA GeForce RTX 3090") == "rtx3090"
     assert calibrate.profile_name("NVIDIA A100-SXM4-80GB") == "a100-80gb"
     assert calibrate.profile_name("NVIDIA A30-24GB") == "a30-24gb"  # has none
+
+
+@pytest.mark.parametrize(
+    ("stock", "holds"),
+    [
+        ({"left": 8, "served": "out of memory: CUDA"}, [True, True]),
+        ({"left": 7, "served": "out of memory: CUDA"}, [False, True]),
+        ({"left": 8, "served": "lives"}, [True, False]),
+        ({}, [False, False]),
+    ],
+)
+def test_stock_is_left_the_same_and_judged(
+    stock: dict[str, Any], holds: list[bool]
+) -> None:
+    started = {"outcome": "started"}
+    patched = started | {"left": 8, "served": "lives", "requested": 4}
+    machine = suite.Machine(total=9, free=9, share="", virtual=False, large=False)
+    checks = suite.serves_full_batches(machine, started | stock, patched)
+    assert [found[2] for found, _ in zip(checks, holds, strict=False)] == holds
