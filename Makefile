@@ -1,4 +1,4 @@
-# The commands people type; each calls one script. See README.md.
+# The commands people type; each calls one script. `make help` lists them.
 PYTHON ?= python3
 BASE ?= 0.33.0
 OLDER := 0.26.0
@@ -15,7 +15,8 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page findings
+  bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
+  figures tables help
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +31,7 @@ image: overlay  ## IMAGE= on the official image, or the tag or digest given
 	@$(call SHIP,scripts.image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
 	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
-source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit a patch
+source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit per patch
 	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git "$(VLLM_GIT)")
 
 export: .venv/ready  ## vllm/'s commits back to patch files
@@ -40,7 +41,7 @@ rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
 	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
 	  $(if $(CHECK),--check)
 
-drift: source  ## TO=: what the whole series meets on another release
+drift: source  ## TO=: conflicts of the whole series with another release
 	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
 carry: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
@@ -78,18 +79,18 @@ check-quick: source vgpu  ## the same, but its tests run with the whole series o
 verify: source  ## WHEEL=...: the official wheel and the series, nothing else
 	@$(call SHIP,scripts.verify) $(WHEEL)
 
-vgpu: $(ENV)/ready  ## the virtual CUDA device for this release's torch
+vgpu: $(ENV)/ready  ## the virtual CUDA device for the torch of this release
 	@$(ENV)/bin/python -m vgpu build
 
-ray: build/ray/ready  ## for the tests of its workers
+ray: build/ray/ready  ## Ray, for the tests of its workers
 
-envelope: wheel
+envelope: wheel  ## the patched vLLM unpacked, for tests and benches
 	@$(call SHIP,scripts.unpack)
 
-test: vgpu envelope overlay  ## what shows that it works, in minutes
+test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
 	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
 
-test-all: vgpu envelope overlay ray check-quick  ## everything
+test-all: vgpu envelope overlay ray check-quick  ## all tests; more than an hour
 	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
 	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all older@$(OLDER)
 
@@ -101,51 +102,51 @@ torch-tests: build/torch-tests/ready  ## TESTS=pytorch/test: PyTorch's own tests
 	  --tests "$(or $(TESTS),$(error TESTS=<pytorch/test> is needed: vgpu/README.md))" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(OTHER_VERSION),--other-version)
 
-test-long: vgpu envelope ray  ## what takes too long for every run
+test-long: vgpu envelope ray  ## tests that take too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long
 
 topics: vgpu envelope  ## BASE=: its wheel, each topic once
 	@$(call RUN,scripts.verify) $(WHEEL)
 	@$(call RUN,scripts.run_tests) topics
 
-bench: .venv/ready
+bench: .venv/ready  ## time and memory of make wheel
 	@$(call RUN,bench.wheel)
 
 bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 	@$(call RUN,bench.load)
 
-bench-start: vgpu envelope  ## what a start takes of what it requested
+bench-start: vgpu envelope  ## peak of a start by its budget
 	@$(call RUN,bench.start)
 
-bench-extensible: vgpu envelope  ## the KV cache extended after capture, beside estimated
+bench-extensible: vgpu envelope  ## --enable-extensible-kv-cache, the estimate and stock: KV cache, time
 	@$(call RUN,bench.extensible)
 
-bench-start-time: vgpu envelope  ## processor time of a start, in pairs beside the release; PAIRS=20
+bench-start-time: vgpu envelope  ## CPU time of a start, patched and stock in pairs; PAIRS=20
 	@$(call RUN,bench.start_time) $(if $(PAIRS),--pairs $(PAIRS))
 
-bench-release: vgpu envelope  ## where ours starts, with which KV cache; ONLY=pattern, MORE=1: other models
+bench-release: vgpu envelope  ## which starts succeed, with which KV cache; ONLY=pattern, MORE=1: other models
 	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)") $(if $(MORE),--more)
 
-bench-rank-fails: vgpu envelope ray  ## seconds in which all end after one rank failed
+bench-rank-fails: vgpu envelope ray  ## seconds until all have ended after one rank failed
 	@$(call RUN,bench.rank_fails)
 
-bench-first-start: vgpu envelope  ## the first start beside the second; ONLY=pattern
+bench-first-start: vgpu envelope  ## the first start and the second; ONLY=pattern
 	@$(call RUN,bench.first_start) $(if $(ONLY),--only "$(ONLY)")
 
 bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 	@$(call RUN,bench.suggestion)
 
-bench-fragmentation: vgpu envelope  ## what serving needs beyond what is profiled
+bench-fragmentation: vgpu envelope  ## random loads in exactly the budget: OOM, and the cost of serving
 	@$(call RUN,bench.fragmentation)
 
-bench-step: vgpu envelope  ## the host's part of a step, beside the release
+bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 	@$(call RUN,bench.step)
 
-slice: vgpu envelope  ## HAMI=libvgpu.so: what holds below it; ONLY=text SIZE=4GiB
+slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONLY=text SIZE=4GiB
 	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
 
-plan: .venv/ready  ## MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
+plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
 	@$(call RUN,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
 	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
 	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
@@ -156,11 +157,11 @@ bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern A
 	@$(call RUN,bench.published_runs) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
 	  --page docs/plan-against-real-cards.md
 
-gpu: vgpu envelope  ## the suite on this machine's GPU; ONLY=pattern
+gpu: vgpu envelope  ## the suite on the GPU of this machine; ONLY=pattern
 	@$(call RUN,gpu.suite) $(if $(ONLY),--only "$(ONLY)")
 	@$(call RUN,gpu.results_page)
 
-calibrate: vgpu envelope  ## measure this machine's GPU for vgpu/
+calibrate: vgpu envelope  ## measure the GPU of this machine for vgpu/
 	@$(call RUN,gpu.calibrate)
 	@$(call RUN,gpu.results_page)
 
@@ -176,7 +177,16 @@ findings: .venv/ready  ## surprises of other libraries: each script in findings/
 results-page: .venv/ready  ## docs/gpu.md from results/
 	@$(call RUN,gpu.results_page)
 
-lint: .venv/ready  ## files that git does not know yet, too
+figures: .venv/ready  ## fills in the figures of the pages, from docs/data and results/
+	@$(call RUN,bench.figures)
+
+tables: .venv/ready  ## how old the tables of the pages are
+	@$(call RUN,scripts.tables)
+
+help:  ## this list
+	@awk -F ':.*?## ' '/^[a-z-]+:.*## / {printf "%-18s %s\n", $$1, $$2}' Makefile
+
+lint: .venv/ready  ## linters and types, also of files that git does not know yet
 	@git ls-files -z --cached --others --exclude-standard | \
 	  xargs -0 .venv/bin/pre-commit run --files
 

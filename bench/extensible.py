@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.start import MIB, grid, grid_options, outcome, percent, requested, starts
+from bench.virtual import recorded
 from scripts.commands import Problem, command
 from scripts.release import Base
 
 WAYS = ("official", "estimated", "extended")
+LABELS = ("stock", *WAYS[1:])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +28,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    columns = "".join(f"| {way}: peak/requested | KV, MiB | left, MiB " for way in WAYS)
+    columns = "".join(
+        f"| {way}: peak/requested | KV, MiB | left, MiB " for way in LABELS
+    )
     print(f"| model | runner | utilization {columns}|")
     print("| --- " * 12 + "|")
     rows: list[tuple[str, dict[str, dict[str, Any]]]] = []
@@ -44,10 +48,12 @@ def main(args: argparse.Namespace) -> None:
     for way in WAYS[:2]:
         for model in args.models:
             print(against(way, model, [r[1] for r in rows if r[0] == model]))
+    print(f"\n{recorded(args.root)}")
 
 
 def against(way: str, model: str, rows: list[dict[str, dict[str, Any]]]) -> str:
     """How much more KV cache the extended have, and how much longer they take."""
+    label = LABELS[WAYS.index(way)]
     every = [r for r in rows if all(r[w]["outcome"] == "started" for w in WAYS)]
     if not every:
         raise Problem(f"{model}: no row starts in all three ways.")
@@ -56,9 +62,9 @@ def against(way: str, model: str, rows: list[dict[str, dict[str, Any]]]) -> str:
         sum(row[w]["processor_seconds"] for row in every) for w in ("extended", way)
     )
     return (
-        f"- {model}, extended less {way}: KV cache {min(gained) / MIB:.0f} to "
-        f"{max(gained) / MIB:.0f} MiB; processor time of a start, extended by "
-        f"{way}: {ours / theirs:.2f} ({len(every)} rows)"
+        f"- {model}, extended minus {label}: KV cache {min(gained) / MIB:.0f} to "
+        f"{max(gained) / MIB:.0f} MiB; CPU time of a start relative to "
+        f"{label}: {ours / theirs:.2f} ({len(every)} rows)"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.start import outcome
-from bench.virtual import SITES, results
+from bench.virtual import NAMES, SITES, recorded, results
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 # set aside for fragmentation.
 ALLOWED = 64 * MIB
 STARTS = ("cold", "warm")
-LABELS = ("official", "ours")
+LABELS = tuple(NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
     if not grid:
         raise Problem("--only: no row is left")
     columns = " | ".join(f"{label}: {kind}" for label in LABELS for kind in STARTS)
-    print(f"| model | device | runner | tokens a batch | {columns} |")
+    print(f"| model | device | runner | tokens per batch | {columns} |")
     print("| --- " * 8 + "|")
     rows = []
     for start in grid:
@@ -102,6 +102,7 @@ def main(args: argparse.Namespace) -> None:
         write_whole(
             args.results, json.dumps([asdict(r) for r in rows], indent=1) + "\n"
         )
+    print(f"\n{recorded(args.root)}")
 
 
 def both(base: Base, start: Start, site: str) -> list[dict[str, Any]]:
@@ -148,20 +149,20 @@ def verdict(rows: list[Row]) -> Iterator[str]:
     for site in SITES:
         same = sum(cold["blocks"] == warm["blocks"] for cold, warm in
                    (row.found[site] for row in rows))  # fmt: skip
-        yield f"- {site}: the first has as many blocks as the second: {same}"
+        yield f"- {NAMES[site]}: the first has as many blocks as the second: {same}"
     fewer = [
         max(row.found["official"][1]["kv"] - r["kv"] for r in row.found["envelope"])
         for row in rows
     ]
     yield (
-        "- ours, both, at least the release's second less 64 MiB: "
+        "- patched, both, at least the second of stock minus 64 MiB: "
         f"{sum(less <= ALLOWED for less in fewer)} "
         f"(fewer, MiB: {', '.join(f'{less / MIB:.1f}' for less in fewer)})"
     )
     for site in SITES:
         peaks = (row.found[site][1] for row in rows)
         ratios = ", ".join(f"{r['process_peak'] / r['requested']:.3f}" for r in peaks)
-        yield f"- {site}: the second takes at most of what was requested: {ratios}"
+        yield f"- {NAMES[site]}: peak of the second by its budget: {ratios}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.scenarios.loads import CASES, environment
 from bench.scenarios.mixed_load import CALLS
-from bench.virtual import HOOKS, results
+from bench.virtual import HOOKS, recorded, results
 from scripts.commands import Problem, command
 from scripts.release import Base
 
@@ -43,15 +43,15 @@ MICROSECONDS = {
     "synchronize": 0,
 }
 ALONE = (
-    "case", "official: peak, MiB", "held", "calls, first half", "last half",
-    "ours: peak, MiB", "held", "calls, first half", "last half",
+    "case", "stock: peak, MiB", "held", "calls, first half", "last half",
+    "patched: peak, MiB", "held", "calls, first half", "last half",
 )  # fmt: skip
 REQUESTED = (
-    "case", "activations, MiB", "official: die", "set aside, MiB", "of the KV cache",
-    "ours: die", "steps that give back", "their tokens",
-    "pages mapped, unmapped in each",
+    "case", "activations, MiB", "stock: OOM", "buffer, MiB", "of the KV cache",
+    "patched: OOM", "steps that remap", "their tokens",
+    "pages mapped, unmapped per step",
 )  # fmt: skip
-STEPS = ("case", "vLLM", "tokens", "steps", *CALLS, "ms a step", "of the worst")
+STEPS = ("case", "vLLM", "tokens", "steps", *CALLS, "ms per step", "of the worst")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +90,15 @@ def main(args: argparse.Namespace) -> None:
         ours = measure(name, "envelope", args.buffers or [None])
         cells = (alone if args.alone else row)(official, ours)
         print("| " + " | ".join([name, *cells][: len(header)]) + " |", flush=True)
-        for site, result in {"official": official, "ours": ours}.items():
-            if site == "ours" or args.alone:
+        for site, result in {"stock": official, "patched": ours}.items():
+            if site == "patched" or args.alone:
                 steps += [[name, site, *cells] for cells in by_tokens(result)]
     print()
     print_header(STEPS)
     for cells in steps:
         print("| " + " | ".join(cells) + " |")
     sys.stdout.flush()
+    print(f"\n{recorded(args.root)}")
 
 
 def print_header(header: tuple[str, ...]) -> None:

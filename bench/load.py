@@ -15,7 +15,7 @@ import statistics
 import sys
 from typing import Any
 
-from bench.virtual import SITES, results
+from bench.virtual import SITES, recorded, results
 from scripts.commands import command
 from scripts.release import Base
 
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
         *_, last = results(base, site, {"memory": memory}, "sleep_load", case)
         return last
 
-    print("| case | needed, MiB | official | peak/needed | ours | peak/needed | time |")
+    print("| case | needed, MiB | stock | peak/needed | patched | peak/needed | time |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in args.cases:
         seconds: dict[str, list[float]] = {site: [] for site in SITES}
@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> None:
         medians = [statistics.median(times) for times in seconds.values()]
         print("| " + " | ".join([*row, f"{medians[1] / medians[0]:.3f}"]) + " |")
         sys.stdout.flush()
+    print(f"\n{recorded(args.root)}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any
 
 from bench.foresee import Asked, Release, foresee, profile_of, why
+from bench.virtual import recorded
 from scripts.commands import Problem, command, scratch, write_whole
 
 DATA = "results/real-cards"
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
     for number, run in enumerate(chosen, 1):
         print(f"{number} of {len(chosen)}: {run['id']}", file=sys.stderr, flush=True)
         rows.append(replay(run, args.root, kept, args.again))
-    text = page(rows, (folder / "NOTES.md").read_text())
+    text = page(rows, (folder / "NOTES.md").read_text(), recorded(args.root))
     if args.page:
         write_whole(args.page, text)
     print(text)
@@ -250,26 +251,29 @@ def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
 INTRODUCTION = """\
 # Predictions against real cards
 
-Others have published what vLLM logged of its memory on real cards:
-`results/real-cards/runs.toml` has 33 runs and their sources. `make bench-plan` replays
-them: vLLM's own engine of the same release starts, with dummy weights, on the virtual
-device with the profile of that card. In each cell, the first figure is predicted, the
-second published. Nothing of ours has run on a card.
+For whoever asks how far predictions of `make plan` can be trusted. The runs are stock
+vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 33 of them
+and their sources. `make bench-plan` replays them. The engine of the same release
+starts, with dummy weights, on the virtual device with the profile of that GPU. In each
+cell, the first figure is predicted, the second published. Some constants of the
+profiles are fitted to these runs ([below](#deviations-and-their-causes)). Patched vLLM
+ran on H200s alone ([results](gpu.md)).
 
 For comparison: llm-d-planner is the best public planner that we know (formulas with a
 constant for each architecture). On runs of this kind it is off by 7.8 % on average and
-62 % at worst in KV cache memory, and by 213 % in activations
-(llm-d-incubation/llm-d-planner #205, which most of these runs come from).
+62 % at worst in KV cache memory, and by 213 % in activations. Its issue #205 is the
+source of most of these runs (llm-d-incubation/llm-d-planner).
 """
 
 
-def page(rows: Sequence[Row], notes: str = "") -> str:
+def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
     replayed = [row for row in rows if not row.left_out]
     names = [quantity.name for quantity in QUANTITIES]
     lines = [
         INTRODUCTION,
         "## Mean and worst",
         "",
+        *([commit, ""] if commit else []),
         *summary(replayed),
         "",
         "## Each run",

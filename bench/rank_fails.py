@@ -14,7 +14,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.virtual import HOOKS, SITES, results
+from bench.virtual import HOOKS, SITES, recorded, results
 from scripts.commands import command
 from scripts.release import Base
 
@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> None:
                     ):
                         print(f" {cell(told)} |", end="", flush=True)
                     print(flush=True)
+    print(f"\n{recorded(args.root)}")
 
 
 def cell(told: dict[str, Any]) -> str:

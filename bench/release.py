@@ -25,7 +25,7 @@ from typing import Any
 from bench import start as bench_start
 from bench.scenarios.loads import NGRAM
 from bench.start import MEMORY, MIB, RUNNERS, outcome, requested
-from bench.virtual import HOOKS, SITES, results
+from bench.virtual import HOOKS, NAMES, SITES, recorded, results
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -120,6 +120,7 @@ def main(args: argparse.Namespace) -> None:
     if args.results:
         told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
         write_whole(args.results, json.dumps(told, indent=1) + "\n")
+    print(f"\n{recorded(args.root)}")
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -291,8 +292,8 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
     "left" is what ours never took of its request, full batches included.
     """
-    one = "| start | exceed their request | fail a full batch "
-    told = "| less KV cache, MiB | left, MiB |"
+    one = "| start | exceed the budget | fail a full batch "
+    told = "| KV cache smaller by, MiB | left, MiB |"
     yield "| model | runner | rows " + one * 2 + told
     yield "| --- " * 11 + "|"
     kinds: dict[tuple[str, str], list[Row]] = {}
@@ -320,18 +321,18 @@ def verdict(rows: list[Row]) -> Iterator[str]:
         over = sum(row.ratio(site) > 1 for row in rows)
         died = sum(not row.lives(site) for row in started)
         yield (
-            f"- {site}: {len(started)} of {len(rows)} start; {over} go above their "
-            f"request; {died} run out of it with a full batch"
+            f"- {NAMES[site]}: {len(started)} of {len(rows)} start; {over} go above "
+            f"their budget; {died} run out of memory with a full batch"
         )
     within = [row for row in rows if row.within("official")]
     goals = {
-        "the release starts and serves within its request, ours does not": [
+        "stock starts and serves within its budget, patched does not": [
             row for row in within if not row.within("envelope")
         ],
-        "ours has over 64 MiB less of KV cache, the release within its request": [
+        "patched has over 64 MiB less KV cache, stock is within its budget": [
             row for row in within if row.fewer > ALLOWED
         ],
-        "ours is above its request, or runs out of it": [
+        "patched goes above its budget, or runs out of memory": [
             row
             for row in rows
             if row.started("envelope") and not row.within("envelope")
@@ -343,7 +344,7 @@ def verdict(rows: list[Row]) -> Iterator[str]:
     exceeds = [r for r in rows if r.started("official") and not r.within("official")]
     changes = [r for r in exceeds if not r.started("envelope") or r.fewer > ALLOWED]
     yield (
-        f"- the release starts and does not keep within its request: {len(exceeds)}; "
+        f"- stock starts and does not stay within its budget: {len(exceeds)}; "
         f"to keep its KV cache, {len(changes)} need a change"
     )
     yield from (f"  - {row.start.name}: {row.to_change()}" for row in changes)

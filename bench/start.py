@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.virtual import SITES, results
+from bench.virtual import NAMES, SITES, recorded, results
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -58,8 +58,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     rows: list[Row] = []
-    print("| model | runner | utilization | official | peak/requested | KV, MiB "
-          "| graphs: estimate, actual | ours | peak/requested | KV, MiB "
+    print("| model | runner | utilization | stock | peak/requested | KV, MiB "
+          "| graphs: estimate, actual | patched | peak/requested | KV, MiB "
           "| graphs: estimate, actual |")  # fmt: skip
     print("| --- " * 11 + "|")
     with ThreadPoolExecutor(len(SITES)) as pool:
@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> None:
         write_whole(args.results, json.dumps(told, indent=1) + "\n")
     if args.picture:
         write_whole(args.picture, picture(rows))
+    print(f"\n{recorded(args.root)}")
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,19 @@ def verdict(rows: list[Row]) -> Iterator[str]:
         started = [row for row in rows if row.started(site)]
         wrong = [row for row in started if not close(row.of(site))]
         yield (
-            f"- {site}: {len(started)} of {len(rows)} start; {len(over)} take more "
-            f"than they requested; of those that start, {len(wrong)} estimate graphs "
-            "by more than 32 MiB and 5% wrong"
+            f"- {NAMES[site]}: {len(started)} of {len(rows)} start; {len(over)} take "
+            f"more than they requested; of those that start, {len(wrong)} estimate "
+            "graphs by more than 32 MiB and 5% wrong"
         )
     lost = [r for r in rows if r.started("official") and not r.started("envelope")]
     within = [row for row in lost if row.ratio("official") <= 1]
     named = ", ".join(f"{r.model} {r.runner} {r.percent / 100:.2f}" for r in within)
     yield (
-        f"- only the official starts: {len(lost)}, of which {len(within)} within what "
-        f"was requested{': ' * bool(named)}{named}"
+        f"- only stock starts: {len(lost)}, of which {len(within)} within the "
+        f"budget{': ' * bool(named)}{named}"
     )
     gained = [r for r in rows if r.started("envelope") and not r.started("official")]
-    yield f"- only ours starts: {len(gained)}"
+    yield f"- only patched starts: {len(gained)}"
     both = [r for r in rows if r.started("official") and r.started("envelope")]
     if not both:
         return
@@ -200,8 +201,8 @@ def verdict(rows: list[Row]) -> Iterator[str]:
         sum(r.of(site)["processor_seconds"] for r in both) for site in SITES[::-1]
     )
     yield (
-        f"- KV cache, ours less the official's: {min(kept) / MIB:.0f} to "
-        f"{max(kept) / MIB:.0f} MiB; processor time, ours by the official's: "
+        f"- KV cache, patched minus stock: {min(kept) / MIB:.0f} to "
+        f"{max(kept) / MIB:.0f} MiB; CPU time, patched relative to stock: "
         f"{ours / theirs:.3f}"
     )
 
@@ -243,7 +244,7 @@ def picture(rows: list[Row]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" '
         'fill="white"/><text x="40" y="16">peak / requested by utilization; red: '
-        "official, blue: ours; filled: the engine starts</text>"
+        "stock, blue: patched; filled: the engine starts</text>"
         + "".join(parts)
         + "</svg>\n"
     )

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.virtual import SITES
+from bench.virtual import NAMES, SITES
 from scripts.commands import Problem, command, write_whole
 
 TABLE, PICTURE = "docs/data/start-within-the-budget.md", "docs/start-peaks.svg"
@@ -60,8 +60,8 @@ def title(starts: list[Start]) -> str:
     most = excess(starts, SITES[0], started=True)
     over = sum(s.ratio > 1 for s in starts if s.site == SITES[1])
     return (
-        f"Official starts take up to {most} more memory than requested; "
-        f"ours {f'too, {over} times' if over else 'none'}"
+        f"Stock starts take up to {most} more memory than requested; "
+        f"patched {f'too, {over} times' if over else 'none'}"
     )
 
 
@@ -106,7 +106,7 @@ def picture(starts: list[Start]) -> str:
 
 def legend(starts: list[Start]) -> list[str]:
     parts, x = [], 22.0
-    for site, name in zip(SITES, ("official", "ours"), strict=True):
+    for site, name in zip(SITES, NAMES.values(), strict=True):
         of_site = [s for s in starts if s.site == site]
         over = sum(s.ratio > 1 for s in of_site)
         told = f"{name}: {over} of {len(of_site)} starts above"

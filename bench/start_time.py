@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.extensible import WAYS, start
 from bench.start import MODELS, RUNNERS, outcome
+from bench.virtual import recorded
 from scripts.commands import Problem, command
 from scripts.release import Base
 
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     if args.pairs < 4:
         raise Problem(f"--pairs {args.pairs}: at least 4 have quartiles.")
     print(
-        "| model | runner | release, s | estimated | quartiles | extended | quartiles |"
+        "| model | runner | stock, s | estimated | quartiles | extended | quartiles |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model in args.models:
@@ -48,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
             for way in WAYS[1:]:
                 cells += compared(seconds[way], seconds["official"])
             print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\n{recorded(args.root)}")
 
 
 def measured(

@@ -14,7 +14,7 @@ import argparse
 import json
 from typing import Any
 
-from bench.virtual import HOOKS, SITES, results
+from bench.virtual import HOOKS, SITES, recorded, results
 from scripts.commands import command
 from scripts.release import Base
 
@@ -30,8 +30,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    names = ["model", "limit", "release, ms", "ours, ms", "ratio", "settings, ms"]
-    names += ["share", "release, calls", "ours, calls"]
+    names = ["model", "limit", "stock, ms", "patched, ms", "ratio", "settings, ms"]
+    names += ["share", "stock, calls", "patched, calls"]
     print(f"| {' | '.join(names)} |")
     print(f"| {' | '.join(['---'] * len(names))} |")
     for model in ("dense", "moe"):
@@ -56,6 +56,7 @@ def main(args: argparse.Namespace) -> None:
             cells += [f"{ours:.3f}", f"{ours / theirs:.3f}", f"{spent:.4f}"]
             cells += [f"{spent / ours:.2%}", *(f"{calls[s]:.0f}" for s in SITES)]
             print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\n{recorded(args.root)}")
 
 
 def one(model: str, limited: bool, rounds: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from bench.start import (
     requested,
     starts,
 )
-from bench.virtual import SITES
+from bench.virtual import NAMES, SITES, recorded
 from scripts.commands import command
 from scripts.release import Base
 
@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    columns = [f"{site}: fills {where}" for site in SITES for where in WHERE]
+    columns = [f"{NAMES[site]}: fills {where}" for site in SITES for where in WHERE]
     print("| model | runner | utilization | " + " | ".join(columns) + " |")
     print("| --- " * (3 + len(columns)) + "|")
     told: list[dict[str, list[Suggestion]]] = []
@@ -53,6 +53,7 @@ def main(args: argparse.Namespace) -> None:
     print()
     for line in verdict(told):
         print(line)
+    print(f"\n{recorded(args.root)}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def verdict(told: list[dict[str, list[Suggestion]]]) -> Iterator[str]:
         for i, where in enumerate(WHERE):
             made = [row[site][i] for row in told if row[site][i].size is not None]
             true = sum(suggestion.true for suggestion in made)
-            yield f"- {site}, fills {where}: {true} of {len(made)} are true"
+            yield f"- {NAMES[site]}, fills {where}: {true} of {len(made)} are true"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,17 @@ from scripts.commands import REPOSITORY, Problem
 from scripts.release import Base
 
 SITES = ("official", "envelope")
+# As tables name them.
+NAMES = dict(zip(SITES, ("stock", "patched"), strict=True))
 # Values that kernels would have computed, where vLLM reads them back.
 HOOKS = REPOSITORY / "bench/scenarios/hooks.toml"
+
+
+def recorded(root: Path) -> str:
+    """The line below a table: which commit it is of."""
+    order = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(order, cwd=root, capture_output=True, text=True, check=True)
+    return f"Recorded at commit `{done.stdout.strip()}`."
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:

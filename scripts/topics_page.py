@@ -80,7 +80,7 @@ def needs(
 ) -> list[str]:
     stems = {v: {p.stem for p in Base.load(root, v).patches()} for v in versions}
     lines = [
-        "| patch | needs | beside | topics in all | releases | ours is dropped when |",
+        "| patch | needs | adjacent | patches in all | releases | dropped when |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, topic in topics.items():

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.start_picture import PICTURE, TABLE, read
+from bench.virtual import NAMES
 from tests.tools.project import ROOT, module
 
 HEAD = "| model | runner | utilization | official | peak/requested |\n| --- | --- |\n"
@@ -31,9 +32,9 @@ def test_the_picture_is_that_of_the_table(tmp_path: Path) -> None:
     status, errors, told = draw(tmp_path, HEAD + ROWS)
     assert status == 0, errors
     assert told[:4] == [
-        "Official starts take up to 2 % more memory than requested; ours none",
-        "official: 2 of 2 starts above",
-        "ours: 0 of 2 starts above",
+        "Stock starts take up to 2 % more memory than requested; patched none",
+        "stock: 2 of 2 starts above",
+        "patched: 0 of 2 starts above",
         "did not start (up to 161 % more)",
     ]
     assert "261 %" in told  # beyond the axis, so a figure
@@ -56,7 +57,7 @@ def test_the_picture_of_the_readme_is_up_to_date(tmp_path: Path) -> None:
 def test_the_page_counts_what_the_table_has() -> None:
     starts = read((ROOT / TABLE).read_text())
     page = (ROOT / "docs/start-within-the-budget.md").read_text()
-    for site in ("official", "envelope"):
+    for site, name in NAMES.items():
         rows = [s for s in starts if s.site == site]
         over, lives = sum(s.ratio > 1 for s in rows), sum(s.starts for s in rows)
-        assert f"{site}: {lives} of {len(rows)} start; {over} take more" in page
+        assert f"{name}: {lives} of {len(rows)} start; {over} take more" in page

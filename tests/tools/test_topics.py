@@ -155,11 +155,12 @@ def test_each_thread_is_told_where_it_matters() -> None:
     assert all(thread.looked for thread in THREADS.values())
 
 
-def test_readme_has_no_thread_that_the_file_lacks() -> None:
-    """And the row of a topic has only its own issues."""
+def test_symptoms_have_no_thread_that_the_file_lacks() -> None:
+    """The row of a topic has only its own issues, and each topic has a row."""
     known = {thread.url for thread in THREADS.values()}
-    text = (ROOT / "README.md").read_text()
-    assert links(text) <= known
+    text = (ROOT / "docs/symptoms.md").read_text()
+    assert links((ROOT / "README.md").read_text()) | links(text) <= known
+    assert [name for name in SERIES if f"/{name}.patch)" not in text] == []
     for row in text.splitlines():
         rows = {n for n in SERIES if f"{n}.patch" in row}
         if row.startswith("|") and rows:

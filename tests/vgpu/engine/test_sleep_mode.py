@@ -139,7 +139,7 @@ def test_updating_weights_ends_where_it_began(
 
 @newer("PyTorch 2.11 takes nothing back of a pool in use; modules are swept")
 def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
-    """The table of docs/loading-in-a-live-pool.md."""
+    """The table of docs/sleep-mode-memory.md."""
     device = {"memory": "3000MiB"}
     result = run("segments", {}, vllm="envelope", device=device, folder=tmp_path)
     assert list(result["held"].values()) == [0, 0, 960, 900, 900]

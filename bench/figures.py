@@ -1,0 +1,301 @@
+"""Fill in the figures of the pages, each from the file that has it.
+
+A page names a figure between marks: <!-- figure: NAME -->figure<!-- end -->. --check
+writes nothing and fails if a page differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.commands import Problem, command, write_whole
+
+MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
+MIB, GIB = 1 << 20, 1 << 30
+STARTS = "docs/data/start-within-the-budget.md"
+ROWS = "docs/data/never-worse.md"
+SERVING = "docs/fragmentation.md"
+START_TIME = "docs/extensible-kv-cache.md"
+REAL = "docs/plan-against-real-cards.md"
+PINNING = (
+    "patches/v0.33.0/pin-what-level-1-sleep-offloads-by-the-page-and-give-it-back.patch"
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing")
+
+
+def main(args: argparse.Namespace) -> None:
+    for path in pages(args.root):
+        text = path.read_text()
+        new = filled(args.root, text)
+        if new == text:
+            continue
+        name = path.relative_to(args.root)
+        if args.check:
+            raise Problem(f"{name} has other figures than the files: 'make figures'.")
+        write_whole(path, new)
+        print(name)
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def filled(root: Path, text: str) -> str:
+    """`text` with its figures as the files have them.
+
+    Raises:
+        Problem: no such figure is known.
+    """
+
+    def figure(match: re.Match[str]) -> str:
+        if match[2] not in FIGURES:
+            raise Problem(f"no figure is called {match[2]}: bench/figures.py.")
+        return match[1] + FIGURES[match[2]](root) + match[4]
+
+    return MARK.sub(figure, text)
+
+
+# ---- tables
+
+
+def table(path: Path, head: str, until: str = "\n\n") -> Iterator[list[str]]:
+    """The cells of each row below the line that begins with `head`.
+
+    Raises:
+        Problem: there is none.
+    """
+    _, found, rest = path.read_text().partition(f"\n{head}")
+    lines = rest.partition(until)[0].splitlines()[2:]
+    if not found or not lines:
+        raise Problem(f"{path} has no table that begins with {head!r}.")
+    for line in lines:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def span(values: list[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+# ---- the virtual device
+
+
+def starts_above(root: Path) -> str:
+    rows = list(table(root / STARTS, "| model |"))
+    stock = sum(float(row[4]) > 1 for row in rows)
+    patched = sum(float(row[8]) > 1 for row in rows)
+    return (
+        f"stock vLLM went above its budget in {stock} of {len(rows)} starts, "
+        f"the patched build in {patched}"
+    )
+
+
+def full_batches(root: Path) -> str:
+    rows = list(table(root / ROWS, "| model |"))
+    kept = [
+        sum(r[at] == "starts" and float(r[at + 1]) <= 1 and r[at + 2] == "served"
+            for r in rows)
+        for at in (5, 10)
+    ]  # fmt: skip
+    return (
+        f"stock vLLM stayed within its budget in {kept[0]} of {len(rows)} "
+        f"configurations, the patched build in {kept[1]}"
+    )
+
+
+def less_kv_cache(root: Path, hybrid: bool) -> str:
+    """Stock minus patched, where both start."""
+    less = [
+        float(row[8]) - float(row[13])
+        for row in table(root / ROWS, "| model |")
+        if row[8] and row[13] and (row[0] == "hybrid") == hybrid
+    ]
+    return f"{span(less, '.0f')} MiB"
+
+
+def serving_above(root: Path) -> str:
+    rows = list(table(root / SERVING, "| case | stock: peak, MiB |"))
+    above = [int(row[5]) - 24 * 1024 for row in rows]
+    over = [one for one in above if one > 0]
+    return f"{len(over)} of {len(rows)} loads, by up to {max(over)} MiB"
+
+
+def remapping(root: Path) -> str:
+    """Cost of a step that remaps pages: the model's time of the steps in the table of
+    calls, by the pages that those steps unmap."""
+    served = {
+        row[0]: row for row in table(root / SERVING, "| case | activations, MiB ")
+    }
+    calls = {
+        row[0]: row
+        for row in table(root / SERVING, "| case | vLLM | tokens |")
+        if row[2].startswith("2049")
+    }
+    cost = []
+    for case in ("8B", "8B of 32 layers"):
+        unmapped = float(served[case][8].split(",")[1])
+        each = float(calls[case][12]) / float(calls[case][9])
+        cost.append(unmapped * each)
+    steps = served["8B"][6]
+    return f"{steps} steps, about {cost[0]:.0f} ms (8 layers) or {cost[1]:.0f} ms (32)"
+
+
+def start_time(root: Path, column: int) -> str:
+    rows = table(root / START_TIME, "| model | runner | stock, s |")
+    return f"{span([float(row[column]) for row in rows], '.2f')} of stock"
+
+
+def real_cards(root: Path, runs: str) -> str:
+    for row in table(root / REAL, "| runs | quantity |"):
+        if row[:2] == [runs, "KV tokens"]:
+            return f"{row[3]} on average and {row[4]} at worst in {row[2]} runs"
+    raise Problem(f"{REAL} has no row {runs}.")
+
+
+def pinning(root: Path) -> str:
+    text = " ".join((root / PINNING).read_text().split())
+    found = re.search(r"took (0\.\d+) s of a processor.*? of 2 MiB (0\.\d+) s", text)
+    found = found or re.search(r"(0\.\d+) CPU-seconds.*?(0\.\d+)", text)
+    if not found:
+        raise Problem(f"{PINNING} does not say what pinning takes.")
+    small, huge = sorted(map(float, found.groups()), reverse=True)
+    return f"{huge} CPU-seconds per GiB with huge pages, {small} with 4 KiB pages"
+
+
+# ---- H200
+
+
+def cases(root: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, stock and patched result of each case on an H200."""
+    for path in sorted((root / "results").glob("h200-*.json")):
+        for name, case in json.loads(path.read_text())["cases"].items():
+            if "unpatched" in case and "patched" in case:
+                yield name, case["unpatched"], case["patched"]
+
+
+def h200_starts(root: Path) -> str:
+    ratios = [
+        patched["seconds"]["engine"] / stock["seconds"]["engine"]
+        for name, stock, patched in cases(root)
+        if "extensible" not in name
+        and all("engine" in as_dict(r.get("seconds")) for r in (stock, patched))
+    ]
+    return f"{span(ratios, '.2f')} of stock in {len(ratios)} pairs"
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def h200_steps(root: Path, model: str) -> str:
+    """Three ways to average pairs of turns, over all sessions."""
+    averages, pairs = [], []
+    for name, stock, patched in cases(root):
+        if name == f"serving: {model}" and "ms_per_step" in patched:
+            ratios = [
+                p / s for s, p in zip(stock["decode"], patched["decode"], strict=False)
+            ]
+            pairs += ratios
+            averages += [
+                median(ratios),
+                median(patched["decode"]) / median(stock["decode"]),
+                sum(patched["decode"]) / sum(stock["decode"]),
+            ]
+    return f"{span(averages, '.2f')} ({len(pairs)} pairs, {span(pairs, '.2f')})"
+
+
+def h200_kv_cache(root: Path, extensible: bool) -> str:
+    less = [
+        (stock["kv"] - patched["kv"]) / MIB
+        for name, stock, patched in cases(root)
+        if stock.get("kv")
+        and patched.get("kv")
+        and "limit" not in name
+        and ("extensible" in name) == extensible
+    ]
+    if extensible:
+        (more,) = {f"{-one:.0f}" for one in less}
+        return f"{more} MiB larger"
+    return f"{span(less, '.0f')} MiB smaller"
+
+
+def h200_left(root: Path) -> str:
+    """What the other process left to each, where only the patched build served."""
+    for name, stock, patched in cases(root):
+        if name.startswith("full batches within") and "before_request" in patched:
+            left = [r["requested"] + r["before_request"] for r in (stock, patched)]
+            return f"{(left[1] - left[0]) / MIB:.0f} MiB less"
+    raise Problem("results/ has no such case.")
+
+
+def h200_tests(root: Path) -> str:
+    passed = [
+        len(patched["passed"])
+        for name, _, patched in cases(root)
+        if name == "the patches' own tests" and "passed" in patched
+    ]
+    return str(max(passed))
+
+
+def limit_per_step(root: Path) -> str:
+    """The settings of a limit in bytes, by the fastest step on the H200."""
+    settings = [
+        float(row[5])
+        for row in table(root / SERVING, "| model | limit |")
+        if row[1] == "in bytes"
+    ]
+    fastest = min(stock["ms_per_step"] for _, stock, _ in cases(root)
+                  if "ms_per_step" in stock)  # fmt: skip
+    return f"{ceil(100 * max(settings) / fastest)} %"
+
+
+def h200_prediction(root: Path) -> str:
+    (path,) = (root / "results").glob("calibration-h200-*.json")
+    starts = json.loads(path.read_text())["starts"].values()
+
+    def off(key: str) -> float:
+        def read(start: dict[str, Any], where: str) -> float:
+            return float(start[where]["memory"][key])
+
+        return max(abs(read(s, "predicted") / read(s, "card") - 1) for s in starts)
+
+    return (
+        f"KV cache within {100 * off('kv_cache'):.3f} %, "
+        f"graph memory within {100 * off('graphs'):.1f} %"
+    )
+
+
+FIGURES: dict[str, Callable[[Path], str]] = {
+    "starts-above": starts_above,
+    "full-batches": full_batches,
+    "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
+    "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
+    "serving-above": serving_above,
+    "remapping": remapping,
+    "start-time": lambda root: start_time(root, 3),
+    "start-time-extensible": lambda root: start_time(root, 5),
+    "real-cards": lambda root: real_cards(root, "config exact, same release"),
+    "pinning": pinning,
+    "h200-starts": h200_starts,
+    "h200-steps-dense": lambda root: h200_steps(root, "dense"),
+    "h200-steps-experts": lambda root: h200_steps(root, "moe"),
+    "h200-kv-cache": lambda root: h200_kv_cache(root, extensible=False),
+    "h200-kv-cache-extensible": lambda root: h200_kv_cache(root, extensible=True),
+    "h200-left": h200_left,
+    "h200-tests": h200_tests,
+    "h200-prediction": h200_prediction,
+    "limit-per-step": limit_per_step,
+}
+
+
+if __name__ == "__main__":
+    command(main)
