@@ -23,6 +23,8 @@ STARTS = "docs/data/start-within-the-budget.md"
 ROWS = "docs/data/never-worse.md"
 SERVING = "docs/fragmentation.md"
 START_TIME = "docs/extensible-kv-cache.md"
+FIRST_START = "docs/first-start.md"
+SUGGESTED = "docs/suggested-kv-cache.md"
 REAL = "docs/plan-against-real-cards.md"
 PINNING = (
     "patches/v0.33.0/pin-what-level-1-sleep-offloads-by-the-page-and-give-it-back.patch"
@@ -127,6 +129,52 @@ def serving_above(root: Path) -> str:
     above = [int(row[5]) - 24 * 1024 for row in rows]
     over = [one for one in above if one > 0]
     return f"{len(over)} of {len(rows)} loads, by up to {max(over)} MiB"
+
+
+def loads(root: Path) -> str:
+    """Out of memory of all loads: the cell is "20 of 20"."""
+
+    def share(column: int) -> str:
+        cells = [r[column] for r in table(root / SERVING, "| case | activations, MiB ")]
+        failed, every = zip(*(cell.split(" of ") for cell in cells), strict=True)
+        return f"{sum(map(int, failed))} of {sum(map(int, every))}"
+
+    return (
+        f"stock vLLM ran out of memory in {share(2)} loads, "
+        f"the patched build in {share(5)}"
+    )
+
+
+def suggestions(root: Path) -> str:
+    rows = list(table(root / SUGGESTED, "| model | runner |"))
+
+    def share(column: int) -> str:
+        made = [row[column] for row in rows if row[column]]
+        return f"{sum(one.endswith(': true') for one in made)} of {len(made)}"
+
+    return (
+        f"{share(3)} suggestions of stock vLLM for the budget and {share(4)} for the "
+        f"device, {share(5)} and {share(6)} of the patched build"
+    )
+
+
+def extended(root: Path) -> str:
+    """KV cache with the flag minus that with the estimate."""
+    rows = table(root / START_TIME, "| model | runner | utilization |")
+    return f"{span([float(row[10]) - float(row[7]) for row in rows], '+.0f')} MiB"
+
+
+def first_starts(root: Path) -> str:
+    rows = list(table(root / FIRST_START, "| model | device |"))
+
+    def smaller(cold: int) -> int:
+        tokens = [[int(cell.replace(",", "")) for cell in row[cold:]] for row in rows]
+        return sum(first < second for first, second, *_ in tokens)
+
+    return (
+        f"stock vLLM in {smaller(4)} of {len(rows)} starts of whole models, "
+        f"with the patched build in {smaller(6)}"
+    )
 
 
 def remapping(root: Path) -> str:
@@ -280,6 +328,10 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
     "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
     "serving-above": serving_above,
+    "loads": loads,
+    "suggestions": suggestions,
+    "extended": extended,
+    "first-starts": first_starts,
     "remapping": remapping,
     "start-time": lambda root: start_time(root, 3),
     "start-time-extensible": lambda root: start_time(root, 5),

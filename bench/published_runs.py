@@ -252,15 +252,15 @@ INTRODUCTION = """\
 # Predictions against real cards
 
 For whoever asks how far predictions of `make plan` can be trusted. The runs are stock
-vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 33 of them
+vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 33
 and their sources. `make bench-plan` replays them. The engine of the same release
-starts, with dummy weights, on the virtual device with the profile of that GPU. In each
-cell, the first figure is predicted, the second published. Some constants of the
+starts, with dummy weights, on the virtual device with the profile of the same GPU. In
+each cell, the first figure is predicted, the second published. Some constants of the
 profiles are fitted to these runs ([below](#deviations-and-their-causes)). Patched vLLM
 ran on H200s alone ([results](gpu.md)).
 
 For comparison: llm-d-planner is the best public planner that we know (formulas with a
-constant for each architecture). On runs of this kind it is off by 7.8 % on average and
+constant for each architecture). On similar runs it is off by 7.8 % on average and
 62 % at worst in KV cache memory, and by 213 % in activations. Its issue #205 is the
 source of most of these runs (llm-d-incubation/llm-d-planner).
 """

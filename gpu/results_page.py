@@ -49,7 +49,8 @@ def page(folder: Path) -> str:
         else:
             described = suite(content, path.name, shown)
         text += "\n" + "\n".join([*lines, *described]) + "\n"
-    return text if contents else text + NONE
+    # Results name the builds unpatched and patched.
+    return text.replace("unpatched", "stock") if contents else text + NONE
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def serves_full_batches(
     yield f"patched: the start stays in {request}", peak, 0 < peak <= request
     if "memory" in unpatched and "memory" in patched:
         theirs, ours = (r["memory"]["kv_cache"] for r in (unpatched, patched))
-        wanted = f"KV cache at most 128 MiB below the release's {theirs}"
+        wanted = f"KV cache at most 128 MiB below that of stock, {theirs}"
         yield wanted, ours, ours >= theirs - 128 * MIB
 
 
@@ -326,7 +326,7 @@ def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Che
             yield wanted, freed, freed >= sleep["pooled"] - tables
     if "sleep" in unpatched and "sleep" in patched:
         theirs, ours = (r["sleep"]["asleep"] for r in (unpatched, patched))
-        wanted = f"patched: asleep, no more is used than the release's {theirs}"
+        wanted = f"patched: asleep, no more is used than by stock, {theirs}"
         yield wanted, ours, ours <= theirs
     if machine.virtual or not all("tokens_per_second" in r for r in results.values()):
         return
