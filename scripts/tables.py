@@ -24,12 +24,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 def age(root: Path, commit: str, folder: str) -> str:
-    """When the commit was made, and how often the folder has changed since.
-
-    Raises:
-        Problem: this history does not have the commit.
-    """
-    when = git(root, "log", "-1", "--format=%h of %as", commit, "--").strip()
+    """When the commit was made, and how often the folder has changed since."""
+    try:
+        when = git(root, "log", "-1", "--format=%h of %as", commit, "--").strip()
+    except Problem:
+        return f"{commit}, which this clone does not have"
     since = git(root, "rev-list", "--count", f"{commit}..HEAD", "--", folder).strip()
     return f"{when}, {since} commits to {folder} since"
 

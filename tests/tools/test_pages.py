@@ -10,7 +10,7 @@ import pytest
 
 from bench.figures import FIGURES, MARK, filled, pages
 from scripts.commands import Problem
-from scripts.prose import faults
+from scripts.prose import GENERATED, faults
 from scripts.tables import age
 from tests.tools.project import ROOT
 
@@ -71,7 +71,8 @@ def test_another_figure_is_seen() -> None:
 
 
 def test_readme_is_short() -> None:
-    text = re.sub(r"<!--.*?-->|\(http[^)]*\)", "", (ROOT / "README.md").read_text())
+    text = GENERATED.sub("", (ROOT / "README.md").read_text())
+    text = re.sub(r"<!--.*?-->|\(http[^)]*\)", "", text)
     assert len(text.split()) <= WORDS_OF_README
 
 
@@ -99,5 +100,4 @@ def test_the_age_of_a_table_is_counted() -> None:
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     assert age(ROOT, head, "patches").endswith(", 0 commits to patches since")
-    with pytest.raises(Problem, match="git log"):
-        age(ROOT, "0" * 40, "patches")
+    assert age(ROOT, "0" * 7, "patches") == "0000000, which this clone does not have"
