@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "sleep": 0,  # level
     "generate": 0,  # tokens
+    "largest": False,  # serve the largest batches (see start.serve)
+    "tight": False,  # no device has more than what was requested of it
     "report": False,  # each worker's memory report is wanted
     "data_parallel": 1,  # number of engines that share the experts
     "held": [],  # what another process holds of each device before the start
@@ -202,6 +204,14 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         result["awake again"] = llm.collective_rpc("tell")
     if tokens := case["generate"]:
         result["tokens"] = start.generate(llm, tokens)
+    if case["tight"]:
+        for rank in result["ranks"]:
+            left = max(0, rank["before"] + rank["requested"] - rank["used"])
+            free = control.available(rank["device"])
+            control.other_process(max(0, free - left), rank["device"])
+    if case["largest"]:
+        result["served"] = start.serve(llm)
+        result["after"] = llm.collective_rpc("tell")
     result["reports"] = {
         file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
     }

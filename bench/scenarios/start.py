@@ -138,7 +138,8 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
             before = result["before" if device.VIRTUAL else "before_request"]
             left = before + int(result["requested"])
         result["left"] = left
-        result["served"] = serve(llm, left)
+        device.leave(max(0, left - device.process_used()))
+        result["served"] = serve(llm)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
 
@@ -369,11 +370,12 @@ def generate(llm: Any, tokens: int) -> list[int]:
     return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-def serve(llm: Any, limit: int) -> str:
-    """Serve the largest batches while another process has all but `limit` bytes.
+def serve(llm: Any) -> str:
+    """Serve the largest batches.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
-    largest image if the model takes images; each with sound if it takes sound. With
+    largest image if the model takes images; each with sound if it takes sound. One of
+    the longest length takes more steps, which have its context before them. With
     drafts, both beside each other then, and the long one beside prompts of one token.
     Returns "lives", or why it does not.
     """
@@ -393,6 +395,9 @@ def serve(llm: Any, limit: int) -> str:
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
+    longest = config.model_config.max_model_len - outputs
+    if longest > tokens and config.model_config.runner_type == "generate":
+        batches.append([{"prompt_token_ids": [7] * longest}])
     if config.speculative_config:
         one_token = {"prompt_token_ids": [7]}
         batches += [[*short[1:], long], [one_token] * 7 + [long]]
@@ -403,7 +408,6 @@ def serve(llm: Any, limit: int) -> str:
         detokenize=False,
         ignore_eos=True,
     )
-    device.leave(max(0, limit - device.process_used()))
     try:
         for prompts in batches:
             if config.model_config.runner_type == "pooling":

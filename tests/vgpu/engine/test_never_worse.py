@@ -454,6 +454,39 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.skipif(BASE == "0.26.0", reason="its attention of MLA is not profiled")
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
+    """The release does not count queries and outputs in the latent space, keys and
+    values that are projected up, nor any of it beside the workspace of experts, which
+    the attention before them has not met. The long prompt meets its context."""
+    llm = {
+        "max_model_len": 16384,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 256,
+        # Experts with the workspace of DeepSeek-V2-Lite's.
+        "hf_overrides": {
+            "max_position_embeddings": 16384,
+            "moe_intermediate_size": 1408,
+        },
+    }
+    cases = {
+        backend: case(
+            v2,
+            0.5,
+            model="MLA, 64 experts",
+            llm=llm | {"attention_backend": backend},
+            serve=True,
+        )
+        for backend in ("FLASH_ATTN_MLA", "TRITON_MLA")
+    }
+    for name, (official, ours) in compared(cases, tmp_path).items():
+        # A KV cache that leaves no room for a full batch is no measure.
+        assert official["served"].startswith("out of memory"), (name, official)
+        assert ours["outcome"] == "started" and ours["within"], (name, ours)
+        assert ours["served"] == "lives", (name, ours)
+
+
 @pytest.mark.parametrize(
     ("name", "v2"),
     [

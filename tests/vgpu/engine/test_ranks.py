@@ -120,6 +120,51 @@ def test_ranks_start(
         assert abs(told[0]["used"] - told[1]["used"]) <= cached
 
 
+MLA: dict[str, Any] = {
+    "attention_backend": "TRITON_MLA",
+    "max_num_batched_tokens": 8192,
+    "max_num_seqs": 256,
+}
+LARGEST: dict[str, dict[str, Any]] = {
+    "dp2-experts-mla": {"data_parallel": 2, "llm": MLA | EXPERTS},
+    "tp2-dcp2-mla": {
+        "llm": MLA
+        | TP2
+        | {
+            "attention_backend": "FLASH_ATTN_MLA",
+            "decode_context_parallel_size": 2,
+            "max_model_len": 16384,
+            "hf_overrides": {"max_position_embeddings": 16384},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("v2", [pytest.param(False, marks=long), True])
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_batches_of_ranks_fit(name: str, v2: bool, tmp_path: Path) -> None:
+    """Ours serves them in what was requested; its KV cache has at most 128 MiB less than
+    that with which the release would."""
+    case = LARGEST[name] | {"model": "MLA, 64 experts", "v2": v2, "largest": True}
+    official, ours = (
+        ranks([asked], vllm, tmp_path)["every"]
+        for vllm, asked in (
+            # The release is given what it takes.
+            ("official", case),
+            ("envelope", case | {"tight": True}),
+        )
+    )
+    assert len(official) == len(ours) == case.get("data_parallel", 1)
+    for released, engine in zip(official, ours, strict=True):
+        for result in released, engine:
+            assert result["outcome"] == "started", result
+            assert result["served"] == "lives" and not result["left"], result
+        for after, own in zip(released["after"], engine["after"], strict=True):
+            assert own["peak"] - own["before"] <= own["requested"] == REQUESTED, own
+            above = after["peak"] - after["before"] - REQUESTED
+            assert after["kv"] - above - own["kv"] <= 128 * MIB, (after, own)
+
+
 def check_asleep(engine: dict[str, Any]) -> None:
     """All of the pools comes and goes, on each rank."""
     for moment in "ranks", "awake again":
