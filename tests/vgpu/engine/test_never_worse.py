@@ -455,7 +455,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="its attention of MLA is not profiled")
-@pytest.mark.parametrize("v2", [V1, V2])
+@pytest.mark.parametrize("v2", [pytest.param(False, id="v1", marks=long), V2])
 def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
     """The release does not count queries and outputs in the latent space, keys and
     values that are projected up, nor any of it beside the workspace of experts, which

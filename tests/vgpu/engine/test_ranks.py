@@ -140,11 +140,13 @@ LARGEST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("v2", [pytest.param(False, marks=long), True])
+@pytest.mark.parametrize(
+    "v2", [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2")]
+)
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_batches_of_ranks_fit(name: str, v2: bool, tmp_path: Path) -> None:
-    """Ours serves them in what was requested; its KV cache has at most 128 MiB less than
-    that with which the release would."""
+    """Ours serves them in what was requested; its KV cache has at most 128 MiB less
+    than that with which the release would."""
     case = LARGEST[name] | {"model": "MLA, 64 experts", "v2": v2, "largest": True}
     official, ours = (
         ranks([asked], vllm, tmp_path)["every"]
