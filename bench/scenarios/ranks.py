@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "graphs": False,
     "compile": False,
     "sleep": 0,  # level
+    "sleep_fails": False,  # and so does waking up: see there
     "generate": 0,  # tokens
     "largest": False,  # serve the largest batches (see start.serve)
     "tight": False,  # no device has more than what was requested of it
@@ -202,6 +203,8 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         result["asleep"] = llm.collective_rpc("tell")
         llm.wake_up()
         result["awake again"] = llm.collective_rpc("tell")
+    if case["sleep_fails"]:
+        result["steps"] = sleep_fails(llm)
     if tokens := case["generate"]:
         result["tokens"] = start.generate(llm, tokens)
     if case["tight"]:
@@ -216,6 +219,37 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
         file.name: json.loads(file.read_text()) for file in folder.glob("report.json*")
     }
     llm.llm_engine.engine_core.shutdown()
+
+
+def sleep_fails(llm: Any) -> dict[str, dict[str, Any]]:
+    """The second device lacks memory for NCCL as all wakes up; then its worker cannot
+    keep its weights. What each device holds after each step, and what it returned."""
+    from vgpu import control
+
+    steps: dict[str, dict[str, Any]] = {}
+
+    def step(name: str, call: Any, *arguments: Any) -> None:
+        told = steps[name] = {"error": "", "returned": None}
+        try:
+            told["returned"] = call(*arguments)
+        except Exception as error:
+            told["error"] = str(error)[:1000]
+        told["used"] = [control.used(d) - control.other(d) for d in (0, 1)]
+
+    step("awake", llm.llm_engine.is_sleeping)
+    step("sleep", llm.sleep)
+    pooled = llm.collective_rpc("tell")[1]["pooled"]
+    control.other_process(control.available(1) - pooled - (16 << 20), 1)
+    step("wake without room", llm.wake_up)
+    control.other_process(-control.other(1), 1)
+    step("wake", llm.wake_up)
+    for copy in "cudaMemcpy", "cuMemcpyDtoH*":  # the release's, ours
+        control.inject(copy, device=1, nth=2)
+    step("sleep fails", llm.sleep)
+    control.clear_injections()
+    step("is asleep", llm.llm_engine.is_sleeping)
+    step("wake after", llm.wake_up)
+    return steps
 
 
 def use_ray(folder: Path) -> None:

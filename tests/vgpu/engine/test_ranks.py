@@ -28,12 +28,13 @@ def ranks(
     devices: int = 2,
     second: str = "",
     forked: bool = True,
+    **more: object,
 ) -> dict[str, Any]:
     """Results of the scenario: "every", each with its "log".
 
     `second` is the configuration of the second device, where it differs.
     """
-    device = {"memory": "4GiB", "devices": devices}
+    device = {"memory": "4GiB", "devices": devices, **more}
     tables = HOOKS + (f"\n[device.1]\n{second}\n" if second else "")
     result = run(
         "ranks", cases, vllm=vllm, device=device, hooks=tables, folder=folder,
@@ -174,6 +175,30 @@ def check_asleep(engine: dict[str, Any]) -> None:
             # Falling asleep empties the cache, too.
             cache = awake["used"] - awake["pooled"] - asleep["used"]
             assert 0 <= cache <= (2 * MIB if moment == "ranks" else 0)
+
+
+@pytest.mark.parametrize("vllm", ["official", "envelope"])
+def test_all_ranks_sleep_and_wake_up_or_none(vllm: str, tmp_path: Path) -> None:
+    llm = TP2 | {"enable_sleep_mode": True, "enable_nccl_comm_suspend": True}
+    ours = vllm == "envelope"
+    # The release's first rank unmaps its weights, and no step can read them.
+    case = {"sleep_fails": True, "llm": llm, "generate": 4 * ours}
+    (engine,) = ranks([case], vllm, tmp_path, nccl_communicator="64MiB")["every"]
+    assert engine["outcome"] == "started", engine
+    steps = engine["steps"]
+    used = {name: step["used"] for name, step in steps.items()}
+    awake, asleep = used["wake"], used["sleep"]
+    assert all(more > less + GIB for more, less in zip(awake, asleep, strict=True))
+    refused = steps["wake without room"]
+    assert ("free memory, then wake up again" in refused["error"]) == ours, refused
+    assert refused["error"] and (used["wake without room"] == asleep) == ours
+    assert steps["wake"]["returned"] is True
+    assert steps["sleep fails"]["error"]
+    assert steps["is asleep"]["returned"] is not ours
+    assert steps["wake after"]["returned"] is True
+    # The release says that it is awake, too.
+    assert (used["wake after"] == awake) == ours, used
+    assert not ours or engine["tokens"] == [4] * 4
 
 
 def failing(
