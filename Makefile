@@ -7,8 +7,8 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 DEVICE_ENV := $(if $(TORCH),.venv-torch-$(TORCH),$(ENV))
 RUN = .venv/bin/python -m $(1) --base $(BASE)
-# What ships, of all topics or those asked for.
-SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)")
+# What ships, of all topics, of a set or those asked for.
+SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "$(SET)")
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
@@ -21,7 +21,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64); TOPICS="a b": with those alone
+wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64); SET=slice, TOPICS="a b": with those alone
 	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
 
 overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
@@ -34,7 +34,7 @@ image: overlay  ## IMAGE= on the official image, or the tag or digest given
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit per patch
 	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git "$(VLLM_GIT)")
 
-export: .venv/ready  ## vllm/'s commits back to patch files
+export: .venv/ready  ## vllm/'s commits back to patch files, and the pages' tables
 	@$(call RUN,scripts.export)
 
 rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
@@ -65,7 +65,7 @@ alone: source  ## each topic on the release with just what it needs: applies, li
 api: source  ## BASE=: names of the release that are gone or different, each with its reason
 	@$(call RUN,scripts.api)
 
-topics-page: .venv/ready  ## patches/README.md's tables, from topics.toml
+topics-page: .venv/ready  ## the tables of README.md and patches/README.md, from topics.toml
 	@$(call RUN,scripts.topics_page)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it

@@ -67,7 +67,9 @@ def main(args: argparse.Namespace) -> None:
             made_path.write_text(json.dumps(made))
         print(f"{target}\n{len(members)} members differ from {official.file}")
         if base.topics:
-            print("topics:", *base.topics, sep="\n  ")
+            print(
+                f"set {base.set}:" if base.set else "topics:", *base.topics, sep="\n  "
+            )
 
 
 def fingerprint(base: Base, arch: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
+from scripts import topics, topics_page
 from scripts.commands import Problem, command, locked, scratch
+from scripts.compare import releases
+from scripts.headers import patch_files
 from scripts.release import Base
-from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, export, git, made
+from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, git, made
 
 
 def main(args: argparse.Namespace) -> None:
@@ -15,7 +18,7 @@ def main(args: argparse.Namespace) -> None:
     with locked(args.root):
         if not made(base.tree):
             raise Problem(f"there is no {base.tree} to export: 'make source' first.")
-        patches = export(base.tree)
+        patches = patch_files(args.root, base.tree)
         files = dict(patches) | {"series": "".join(f"{n}\n" for n in patches).encode()}
         old = {p.name: p.read_bytes() for p in base.folder.glob("*.patch")}
         old["series"] = (base.folder / "series").read_bytes()
@@ -36,6 +39,10 @@ def main(args: argparse.Namespace) -> None:
         git(base.tree, "update-ref", APPLIED_REF, "HEAD")
         (base.tree / ".git/envelope").write_text(base.digest())
         print(f"{base.folder.name}: {len(patches)} patches")
+        newest = releases(args.root)[0] == base.version
+        known = [f"{name}.patch" for name in topics.load(args.root)]
+        if newest and known == [*patches]:
+            topics_page.write(args.root)  # the tables tell how long the patches are
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def write(base: Base, arch: str, official: Path, wheel: Path, target: Path) -> i
             "base": base.version,
             "version": base.local_version,
             "arch": arch,
+            "set": base.set,
             "topics": base.topics,
             "files": files,
         }

@@ -179,6 +179,8 @@ def status(site: Path, overlay: dict[str, Any]) -> str:
         where = (
             f"vLLM {noted['version']} in {site}: overlay of {len(noted['files'])} files"
         )
+        if name := noted.get("set"):
+            where += f", set {name}"
         if topics := noted.get("topics"):
             where += f", topics {' '.join(topics)}"
     if changed:
@@ -231,7 +233,7 @@ def install(
                     moves.append((f"{NEW}/{pyc}", pyc))
         metadata = (site / old_info / "METADATA").read_bytes()
         was, now = (f"\nVersion: {overlay[v]}\n".encode() for v in ("base", "version"))
-        state = {key: overlay[key] for key in ("base", "version", "topics")}
+        state = {key: overlay[key] for key in ("base", "version", "set", "topics")}
         state["files"] = ours
         record = (site / old_info / "RECORD").read_bytes()
         written = {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
+from scripts.headers import patch_files
 from scripts.patch_tests import JOBS, own_tests, testers
 from scripts.release import Base
 from scripts.series import (
@@ -22,7 +23,6 @@ from scripts.series import (
     NAMES_REF,
     Outcome,
     conflict_report,
-    export,
     git,
     run_git,
     touched_lines,
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         new = Base.load(folder, args.to)
         for patch in old.patches():
             move(old, new, patch)
-        patches = export(new.tree)
+        patches = patch_files(args.root, new.tree)
         for name, content in patches.items():
             (new.folder / name).write_bytes(content)
         (new.folder / "series").write_text("".join(f"{name}\n" for name in patches))

@@ -59,6 +59,8 @@ class Base:
     """Why a topic's patch changes other lines than the newest release's."""
     topics: tuple[str, ...] = ()
     """The chosen patches of the series, without ".patch"; empty for all."""
+    set: str = ""
+    """The name of the set that they are, if it is one."""
 
     @classmethod
     def load(cls, root: Path, version: str) -> Base:
@@ -143,14 +145,17 @@ class Base:
 
     @property
     def local_version(self) -> str:
-        """The version of our build: the number of patches, and a hash of their content.
+        """The version of our build: the set, the number of patches, and a hash of their
+        content.
 
-        "g" before the hash is for the whole series, "t" for chosen topics. Without the
-        hash pip keeps an installed build when another one has as many patches.
+        "g" before the hash is for a set or the whole series, "t" for chosen topics.
+        Without the hash pip keeps an installed build when another one has as many
+        patches. Letters and digits with dots between: PEP 440 has no others.
         """
-        kind = "t" if self.topics else "g"
+        name = f"{self.set}." if self.set else ""
+        kind = "t" if self.topics and not self.set else "g"
         count = len(self.patches())
-        return f"{self.version}+envelope.{count}.{kind}{self.digest()[:8]}"
+        return f"{self.version}+envelope.{name}{count}.{kind}{self.digest()[:8]}"
 
 
 def sha256(path: Path) -> str:

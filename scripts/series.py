@@ -21,7 +21,11 @@ from scripts.release import Base
 BASE_REF = "refs/envelope/base"
 APPLIED_REF = "refs/envelope/applied"
 NAMES_REF = "refs/notes/envelope"
-IDENTITY = ("vLLM memory envelope", "envelope@localhost")
+# The author of every patch, whoever made the commit.
+IDENTITY = (
+    "Seed f9b18637 maintainers",
+    "maintainers@users.noreply.a-seed-f9b18637.example",
+)
 EPOCH = "2000-01-01T00:00:00Z"
 FORMAT_PATCH = (
     "format-patch",

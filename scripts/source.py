@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, scratch
+from scripts.headers import patch_files
 from scripts.release import Base, fetch, published
 from scripts.series import (
     APPLIED_REF,
@@ -15,7 +16,6 @@ from scripts.series import (
     IDENTITY,
     NAMES_REF,
     apply,
-    export,
     git,
     made,
     nameless,
@@ -65,7 +65,8 @@ def keep(base: Base) -> bool:
     same = made_from.is_file() and made_from.read_text() == base.digest()
     if git(tree, "rev-parse", "HEAD") == git(tree, "rev-parse", APPLIED_REF):
         return same
-    if export(tree) != {path.name: path.read_bytes() for path in base.patches()}:
+    exported = {path.name: path.read_bytes() for path in base.patches()}
+    if patch_files(base.root, tree) != exported:
         raise Problem(
             f"{tree} has commits that are not in {base.folder.name}, and would be "
             "overwritten. 'make export' writes them to patch files."

@@ -2,7 +2,9 @@
 
 A topic stands on the release and on what it needs: the topics whose names it uses
 (`needs`, with the names), and those that its lines merely stand beside (`beside`):
-these would go if a hook or a test were moved.
+these would go if a hook or a test were moved. What it is for may need more: topics
+without which it applies and runs, and does not cure (`effect_needs`, with the reason).
+A build has all of them; a pull request does not wait for the last.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from scripts.release import Base
 from scripts.series import BASE_REF, commits, git
 
 FILE = "patches/topics.toml"
+ALL = "all"  # the set of the whole series
 THREAD = r"(?:(?:HAMi-core|pytorch) )?#\d+"
 UPSTREAM = "https://github.com/vllm-project/vllm"
 
@@ -38,9 +41,28 @@ class Topic:
         return needs
 
     @property
+    def effect_needs(self) -> dict[str, str]:
+        """Why, by topic."""
+        needs: dict[str, str] = self.told.get("effect_needs", {})
+        return needs
+
+    @property
     def beside(self) -> list[str]:
         beside: list[str] = self.told.get("beside", [])
         return beside
+
+
+@dataclass(frozen=True)
+class Set:
+    """Topics for one need. `cures` has a case of tests/vgpu/engine/test_sets.py for
+    each symptom."""
+
+    name: str
+    whom: str
+    costs: str
+    cures: dict[str, str]
+    topics: tuple[str, ...] = ()
+    """Without what they need; none for the whole series."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,20 @@ class Thread:
     url: str
     state: str
     looked: str
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """When what is said of upstream last changed (a day), and the order in which
+    topics are to be proposed."""
+
+    updated: str = ""
+    order: tuple[str, ...] = ()
+
+
+def upstream(root: Path) -> Upstream:
+    told = tables(root).get("upstream", {})
+    return Upstream(told.get("updated", ""), tuple(told.get("order", ())))
 
 
 def threads(root: Path) -> dict[str, Thread]:
@@ -68,6 +104,30 @@ def load(root: Path) -> dict[str, Topic]:
     return {name: Topic(name, table) for name, table in told.items()}
 
 
+def sets(root: Path) -> dict[str, Set]:
+    """In the order of the file."""
+    found = {}
+    for name, told in tables(root).get("set", {}).items():
+        topics = tuple(told.get("topics", ()))
+        found[name] = Set(name, told["for"], told["costs"], told["cures"], topics)
+    return found
+
+
+def members(root: Path, series: Sequence[str], name: str) -> list[str]:
+    """The topics of a set and all that they need, of the series of a release.
+
+    Raises:
+        Problem: no such set.
+    """
+    known = sets(root)
+    if name == ALL:
+        return list(series)
+    if name not in known:
+        raise Problem(f"no set {name!r}. They are: {', '.join([*known] or [ALL])}.")
+    there = [topic for topic in known[name].topics if topic in series]
+    return with_needs(root, series, there, effects=True)
+
+
 def tables(root: Path) -> dict[str, Any]:
     path = root / FILE
     try:
@@ -77,9 +137,14 @@ def tables(root: Path) -> dict[str, Any]:
 
 
 def with_needs(
-    root: Path, series: Sequence[str], wanted: Iterable[str], beside: bool = True
+    root: Path,
+    series: Sequence[str],
+    wanted: Iterable[str],
+    beside: bool = True,
+    effects: bool = False,
 ) -> list[str]:
-    """`wanted` and all that they need, in the order of `series`.
+    """`wanted` and all that they need, in the order of `series`; with `effects`, to
+    cure what they are for, too.
 
     Raises:
         Problem: no such topic, or one that needs what the series does not have.
@@ -97,6 +162,7 @@ def with_needs(
             # A topic of a newer release may be absent here, and what needs it adapted.
             left += [n for n in topic.needs if n in series]
             left += [n for n in topic.beside if beside and n in series]
+            left += [n for n in topic.effect_needs if effects and n in series]
     return [name for name in series if name in found]
 
 
@@ -147,20 +213,38 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topics", default="", help="these and what they need (default: all)"
     )
+    parser.add_argument("--set", default="", help="the topics of this set")
 
 
 def chosen(args: argparse.Namespace) -> Base:
-    """The release with the topics asked for, which its version then names.
+    """The release with the topics or the set asked for, which its version then names.
 
     Raises:
-        Problem: no such release or topic.
+        Problem: no such release, topic or set, or both are given.
     """
     base = Base.load(args.root, args.base)
-    if not args.topics:
-        return base
+    if args.topics and args.set:
+        raise Problem("TOPICS= and SET= were given: one of them chooses.")
+    return of_set(base, args.set) if args.set else of_topics(base, args.topics.split())
+
+
+def of_topics(base: Base, topics: Sequence[str], name: str = "") -> Base:
+    """`base` with these and what they need, or the whole series."""
     series = [patch.stem for patch in base.patches()]
-    names = with_needs(args.root, series, args.topics.split())
-    return base if names == series else replace(base, topics=tuple(names))
+    names = with_needs(base.root, series, topics, effects=True)
+    if names in ([], series):
+        return base
+    return replace(base, topics=tuple(names), set=name)
+
+
+def of_set(base: Base, name: str) -> Base:
+    """`base` with the topics of a set.
+
+    Raises:
+        Problem: no such set.
+    """
+    series = [patch.stem for patch in base.patches()]
+    return of_topics(base, members(base.root, series, name), name)
 
 
 def with_tree(base: Base, folder: Path) -> Base:

@@ -1,4 +1,4 @@
-"""Write the tables of patches/README.md from topics.toml.
+"""Write the tables of patches/README.md, and of sets in README.md, from topics.toml.
 
 The tables are between markers; text outside of them is written by hand and stays.
 """
@@ -12,21 +12,44 @@ from pathlib import Path
 from scripts.commands import Problem, command, locked, write_whole
 from scripts.compare import releases
 from scripts.release import Base
-from scripts.topics import FILE, THREAD, Thread, Topic, load, threads, with_needs
+from scripts.topics import (
+    FILE,
+    THREAD,
+    Thread,
+    Topic,
+    load,
+    members,
+    sets,
+    threads,
+    upstream,
+    with_needs,
+)
 
 PAGE = "patches/README.md"
+FRONT = "README.md"  # has the table of sets, too
 TABLES = re.compile(r"<!-- topics: (.+?) -->\n.*?<!-- end -->", re.S)
-NEEDS = "what each needs"
+NEEDS, SETS, ORDER = "what each needs", "sets", "order of proposing"
 
 
 def main(args: argparse.Namespace) -> None:
     with locked(args.root):
-        path = args.root / PAGE
-        old = path.read_text()
-        new = page(args.root, old)
+        write(args.root)
+
+
+def write(root: Path) -> None:
+    """Write the tables of both pages.
+
+    Raises:
+        Problem: as `page`.
+    """
+    for name, made in ((PAGE, page), (FRONT, front)):
+        if not (root / name).exists():
+            continue
+        old = (root / name).read_text()
+        new = made(root, old)
         if new != old:
-            write_whole(path, new)
-        print(f"{PAGE}: {'written' if new != old else 'up to date'}")
+            write_whole(root / name, new)
+        print(f"{name}: {'written' if new != old else 'up to date'}")
 
 
 def page(root: Path, text: str) -> str:
@@ -42,19 +65,73 @@ def page(root: Path, text: str) -> str:
         differ = sorted(set(topics) ^ set(series)) or ["the order"]
         raise Problem(f"{FILE} and the series of {newest}: {', '.join(differ)}.")
     sections = {topic.told["section"] for topic in topics.values()}
+    tables = {
+        name: described([t for t in topics.values() if t.told["section"] == name],
+                        known, newest)
+        for name in sections
+    }  # fmt: skip
+    tables[NEEDS] = needs(root, topics, known, [newest, *older])
+    tables[SETS] = table_of_sets(root)
+    tables[ORDER] = [
+        f"{n}. [{name}](v{newest}/{name}.patch)"
+        for n, name in enumerate(upstream(root).order, start=1)
+    ]
+    return filled(text, tables, PAGE)
+
+
+def front(root: Path, text: str) -> str:
+    """README.md with its table of sets."""
+    return filled(text, {SETS: table_of_sets(root)}, FRONT)
+
+
+def filled(text: str, tables: dict[str, list[str]], where: str) -> str:
+    """`text` with the lines of each table between its markers.
+
+    Raises:
+        Problem: it has not the markers of these tables.
+    """
     marked = set(TABLES.findall(text))
-    if sections | {NEEDS} != marked:
-        raise Problem(f"{PAGE} has tables of {', '.join(sorted(marked))}.")
+    if marked != tables.keys():
+        raise Problem(f"{where} has tables of {', '.join(sorted(marked))}.")
 
     def table(match: re.Match[str]) -> str:
-        if match[1] == NEEDS:
-            lines = needs(root, topics, known, [newest, *older])
-        else:
-            chosen = [t for t in topics.values() if t.told["section"] == match[1]]
-            lines = described(chosen, known, newest)
-        return f"<!-- topics: {match[1]} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+        lines = "\n".join(tables[match[1]])
+        return f"<!-- topics: {match[1]} -->\n{lines}\n<!-- end -->"
 
     return TABLES.sub(table, text)
+
+
+def table_of_sets(root: Path) -> list[str]:
+    base = Base.load(root, releases(root)[0])
+    patches = {patch.stem: patch for patch in base.patches()}
+    lines = [
+        "| set | for | symptoms cured | patches | lines | costs |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in sets(root).values():
+        names = members(root, list(patches), one.name)
+        added, removed = map(
+            sum, zip(*(changed(patches[n]) for n in names), strict=True)
+        )
+        cures = "; ".join(one.cures) or "all of `docs/symptoms.md`"
+        cells = one.name, one.whom, cures, len(names), f"+{added} -{removed}", one.costs
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def changed(patch: Path) -> tuple[int, int]:
+    """Lines that a patch adds and removes outside of tests and docs."""
+    counts = {"+": 0, "-": 0}
+    code = inside = False
+    for line in patch.read_text(errors="replace").splitlines():
+        if line.startswith("diff --git a/"):
+            code = not line.startswith(("diff --git a/tests/", "diff --git a/docs/"))
+            inside = False
+        elif line.startswith("@@"):
+            inside = True
+        elif code and inside and line[:1] in counts:
+            counts[line[0]] += 1
+    return counts["+"], counts["-"]
 
 
 def described(topics: list[Topic], known: dict[str, Thread], release: str) -> list[str]:
@@ -80,14 +157,19 @@ def needs(
 ) -> list[str]:
     stems = {v: {p.stem for p in Base.load(root, v).patches()} for v in versions}
     lines = [
-        "| patch | needs | adjacent | patches in all | releases | dropped when |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| patch | needs | cures with | adjacent | patches in all | releases "
+        "| dropped when |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, topic in topics.items():
-        wanted = "; ".join(f"{n} ({why})" for n, why in topic.needs.items())
+        wanted, cure = (
+            "; ".join(f"{n} ({why})" for n, why in told.items())
+            for told in (topic.needs, topic.effect_needs)
+        )
         cells = (
             name,
             wanted or "nothing",
+            cure,
             ", ".join(topic.beside),
             str(len(with_needs(root, list(topics), [name]))),
             ", ".join(v for v in versions if name in stems[v]),

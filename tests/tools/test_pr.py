@@ -14,6 +14,7 @@ import pytest
 
 from scripts.pr import without_trailers
 from scripts.release import Base
+from scripts.series import IDENTITY
 from scripts.topics import load
 from tests.tools.project import OLDER, ROOT, SOURCES, Project
 
@@ -257,7 +258,7 @@ def test_a_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
     assert clone.git("log", "-1", "--format=%an <%ae>%n%(trailers)", "mine") == (
         "Some One <some@one>\n"
         "Co-authored-by: Some Other <other@one>\n"
-        "Co-authored-by: vLLM memory envelope <envelope@localhost>\n"
+        f"Co-authored-by: {IDENTITY[0]} <{IDENTITY[1]}>\n"
         "Signed-off-by: Some One <some@one>\n\n"
     )
 

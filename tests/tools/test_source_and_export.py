@@ -35,6 +35,36 @@ def test_export_after_source_changes_nothing(patched: Project) -> None:
     }
 
 
+def test_a_patch_has_one_author_and_says_what_upstream_knows(patched: Project) -> None:
+    """DEP-3's fields are the file's alone: no commit has them."""
+    patched.commit("[Core] Mine", vllm__gone_py="UNUSED = 2\n")
+    (patched.root / "patches/topics.toml").write_text(
+        '[threads]\n"#1" = { issue = "open", looked = "2026-11" }\n'
+        '[upstream]\nupdated = "2026-11-27"\n'
+        '[topic.halve-what-is-requested]\nissues = ["#1"]\n'
+        '[topic.mine]\nissues = []\nforwarded = "https://a/b"\napplied = "1.2.4"\n'
+    )
+    patched.ok("export")
+    author = "From: Seed f9b18637 maintainers <maintainers@users."
+    heads = [
+        (patched.patches / name).read_text().partition("\n\n")[0].splitlines()
+        for name in (patched.patches / "series").read_text().split()
+    ]
+    assert all(head[1].startswith(author) for head in heads)
+    issue = "https://github.com/vllm-project/vllm/issues/1"
+    assert heads[0][4:] == [
+        f"Bug: {issue}", "Forwarded: no", "Last-Update: 2026-11-27",
+    ]  # fmt: skip
+    assert len(heads[1]) == 4  # topics.toml does not know it
+    assert heads[2][4:] == [
+        "Forwarded: https://a/b", "Last-Update: 2026-11-27", "Applied-Upstream: 1.2.4",
+    ]  # fmt: skip
+    patched.tree.rename(patched.tree.with_name("old"))
+    patched.ok("source")
+    assert patched.ok("export") == "v1.2.3: 3 patches\n"
+    assert patched.git("log", "-1", "--format=%B").strip() == "[Core] Mine"
+
+
 def test_patches_are_named_for_what_they_do(patched: Project) -> None:
     names = (patched.patches / "series").read_text().split()
     assert names == ["halve-what-is-requested.patch", "initialise-twice.patch"]

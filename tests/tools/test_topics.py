@@ -8,11 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from scripts.compare import releases
 from scripts.release import Base
-from scripts.topics import FILE, THREAD, load, threads, with_needs
-from scripts.topics_page import PAGE, page, stated
+from scripts.topics import (
+    FILE,
+    THREAD,
+    load,
+    members,
+    sets,
+    threads,
+    upstream,
+    with_needs,
+)
+from scripts.topics_page import FRONT, PAGE, changed, front, page, stated
 from tests.tools.installed import ARCH, Installed
 from tests.tools.project import PLAN, ROOT, SOURCES, Project
 
@@ -87,6 +97,45 @@ def test_status_names_the_topics(
     official.ok("revert")
 
 
+SETS = """\
+[set.spare]
+for = "who spares"
+topics = ["use-spare"]
+costs = "none"
+cures = {}
+[topic.use-spare.effect_needs]
+plan-e = "else nothing is spared"
+"""
+
+
+def test_a_set_is_closed_over_what_its_cure_relies_on(
+    topics: Project, make: Callable[..., Installed]
+) -> None:
+    tell(topics, TOLD + SETS)
+    shown = topics.ok("build_wheel", "--set", "spare")
+    assert shown.endswith("set spare:\n  add-spare\n  use-spare\n  plan-e\n")
+    (path,) = (topics.root / "dist").glob("*.whl")
+    assert re.match(r"vllm-1\.2\.3\+envelope\.spare\.3\.g[0-9a-f]{8}-", path.name)
+    topics.ok("verify", "--set", "spare", str(path))
+    official = make()
+    topics.ok("overlay", "--set", "spare")
+    (official.overlay,) = (topics.root / "dist").glob("*.pyz")
+    official.ok("install")
+    said = ", set spare, topics add-spare use-spare plan-e\n"
+    assert official.ok("status").endswith(said)
+    official.ok("revert")
+    # A name that is normal already: no installer writes it in another way.
+    version = path.name.split("-")[1]
+    assert str(Version(version)) == version
+    assert "one of them chooses" in topics.fails(
+        "build_wheel", "--set", "spare", "--topics", "plan-e"
+    )
+    assert "no set 'other'. They are: spare." in topics.fails(
+        "build_wheel", "--set", "other"
+    )
+    assert wheel(topics, "--set", "all").name == wheel(topics).name
+
+
 def test_an_unknown_topic(topics: Project) -> None:
     error = topics.fails("build_wheel", "--topics", "other")
     assert "no topic 'other'. They are: add-spare, use-spare" in error
@@ -142,9 +191,34 @@ def links(text: str) -> set[str]:
     return set(re.findall(pattern, text))
 
 
-def test_the_page_is_what_the_file_says() -> None:
-    text = (ROOT / PAGE).read_text()
-    assert page(ROOT, text) == text, "make topics-page"
+@pytest.mark.parametrize(("name", "made"), [(PAGE, page), (FRONT, front)])
+def test_the_page_is_what_the_file_says(
+    name: str, made: Callable[[Path, str], str]
+) -> None:
+    text = (ROOT / name).read_text()
+    assert made(ROOT, text) == text, "make topics-page"
+
+
+def test_core_stays_small() -> None:
+    patches = [NEWEST.folder / f"{n}.patch" for n in members(ROOT, SERIES, "core")]
+    assert len(patches) <= 14
+    added, removed = map(sum, zip(*map(changed, patches), strict=True))
+    assert added - removed <= 1500
+
+
+def test_a_topic_is_proposed_once_and_after_its_needs() -> None:
+    order = upstream(ROOT).order
+    assert sorted(order) == sorted(SERIES)
+    for name, topic in TOPICS.items():
+        for need in topic.needs:
+            assert order.index(need) < order.index(name), name
+        proposed = not topic.told["upstream"].startswith("not proposed yet")
+        assert proposed == ("forwarded" in topic.told), name
+
+
+def test_a_set_has_no_other_name() -> None:
+    """Letters alone: the version has it between dots."""
+    assert all(re.fullmatch("[a-z]+", name) for name in sets(ROOT))
 
 
 def test_each_thread_is_told_where_it_matters() -> None:
@@ -181,6 +255,7 @@ def test_needs_are_topics_before() -> None:
     for name, topic in TOPICS.items():
         before = SERIES[: SERIES.index(name)]
         assert {*topic.needs, *topic.beside} <= set(before), name
+        assert topic.effect_needs.keys() <= set(SERIES) - {name}, name
         assert not set(topic.needs) & set(topic.beside), name
         assert with_needs(ROOT, SERIES, [name])[-1] == name
 

@@ -297,3 +297,64 @@ def test_the_cache_is_trusted_by_hash_alone(built: Project) -> None:
     for path in Path(built.environment["ENVELOPE_CACHE"]).rglob("vllm-*"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         assert digest in (built.patches / "base.toml").read_text()
+
+
+PIP = (sys.executable, "-m", "pip", "-q", "--python", "{}", "install")
+UV = (sys.executable, "-m", "uv", "pip", "install", "-q", "-p", "{}")
+
+
+@pytest.mark.parametrize(
+    ("tool", "again"),
+    [(PIP, ["--force-reinstall"]), (UV, ["--reinstall-package", "vllm"])],
+    ids=["pip", "uv"],
+)
+def test_back_to_stock_and_locked(
+    patched: Project,
+    index: tuple[str, Path],
+    tmp_path: Path,
+    tool: tuple[str, ...],
+    again: list[str],
+) -> None:
+    """What docs/install.md says to type."""
+    arch = os.uname().machine
+    patched.ok("build_wheel", "--arch", arch)
+    wheel, environment = patched.wheel(arch), tmp_path / "environment"
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
+    subprocess.run(venv, check=True)
+    python = environment / "bin/python"
+    called = [part.format(python) for part in tool] + ["--no-deps"]
+    stock = ["--index-url", index[0], "vllm==1.2.3"]
+
+    def install(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*called, *arguments], capture_output=True, text=True)
+
+    def installed() -> str:
+        code = "from importlib.metadata import version; print(version('vllm'))"
+        return subprocess.check_output([python, "-c", code], text=True).strip()
+
+    def lock(line: str, digest: str) -> list[str]:
+        (tmp_path / "locked.txt").write_text(f"{line} --hash=sha256:{digest}\n")
+        return ["--require-hashes", "--no-index", "--find-links", str(wheel.parent),
+                "-r", str(tmp_path / "locked.txt")]  # fmt: skip
+
+    assert not install(*stock).returncode
+    assert installed() == "1.2.3"
+    assert not install("--no-index", wheel).returncode
+    assert installed() == patched.version
+    install(*stock)
+    assert installed() == patched.version, "the build is a 1.2.3"
+    assert not install(*again, *stock).returncode
+    assert installed() == "1.2.3"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for line in (f"vllm=={patched.version}", f"vllm @ {wheel.as_uri()}"):
+        assert install(*lock(line, "0" * 64)).returncode
+        assert installed() == "1.2.3"
+        done = install(*lock(line, digest))
+        assert not done.returncode, done.stderr
+        assert installed() == patched.version
+        assert not install(*again, *stock).returncode
+    (official,) = index[1].glob(f"vllm-1.2.3-*_{arch}.whl")
+    digest = hashlib.sha256(official.read_bytes()).hexdigest()
+    assert install(*again, *lock("vllm==1.2.3", digest)).returncode
+    assert not install(*again, "--find-links", wheel.parent, *stock).returncode
+    assert installed() == patched.version

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ COUNTS = (ROOT / "bench/scenarios/counts.toml").read_text()
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
 SHELF = ROOT / "build/kernels"
+_servers: dict[str, Server] = {}
 # Without FlashInfer, which asks the device when it is imported.
 # Nor compressed_tensors, which a load imports with the device as the default: a table
 # of its own then lies there.
@@ -106,12 +106,21 @@ def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     return caches_of_runs.environment(base, caches, SHELF)
 
 
-@cache
 def server(vllm: str) -> Server:
-    """Lives as long as the tests of this process."""
-    folder = tempfile.TemporaryDirectory(prefix="vgpu-server-")
-    environment = environment_of(vllm, Path(folder.name))
-    started = Server(sys.executable, IMPORTS, environment, config.load())
-    atexit.register(folder.cleanup)
-    atexit.register(started.close)
-    return started
+    """Lives as long as the tests of this process, or until it is closed."""
+    site = SITES[vllm]
+    if site not in _servers:
+        folder = tempfile.TemporaryDirectory(prefix="vgpu-server-")
+        environment = environment_of(vllm, Path(folder.name))
+        started = Server(sys.executable, IMPORTS, environment, config.load())
+        atexit.register(folder.cleanup)
+        atexit.register(started.close)
+        _servers[site] = started
+    return _servers[site]
+
+
+def close_server(vllm: str) -> None:
+    """Each takes a GiB of the host."""
+    if started := _servers.pop(SITES[vllm], None):
+        atexit.unregister(started.close)
+        started.close()

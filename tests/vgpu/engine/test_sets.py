@@ -1,0 +1,226 @@
+"""Each set of topics alone cures what its row of README.md promises; the release, in
+the same test, does not.
+
+A set has the files of its own wheel: no topic that its closure leaves out is there. A
+case runs tests of the whole series with the set in its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.topics import sets
+from tests.vgpu.engine import harness
+from tests.vgpu.engine import test_budget as budget
+from tests.vgpu.engine import test_calls as calls
+from tests.vgpu.engine import test_findings as findings
+from tests.vgpu.engine import test_fragmentation as fragmentation
+from tests.vgpu.engine import test_never_worse as never_worse
+from tests.vgpu.engine import test_prompt_rows as prompt_rows
+from tests.vgpu.engine import test_ranks as ranks
+from tests.vgpu.engine import test_shares as shares
+from tests.vgpu.engine import test_sleep_mode as sleep_mode
+from tests.vgpu.engine import test_unified as unified
+from tests.vgpu.engine.harness import BASE, ROOT, run
+
+MIB = 2**20
+SETS = sets(ROOT)
+pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="sets are of the newest one")
+
+
+def share(folder: Path) -> None:
+    """What HAMi and MIG clamp, or only one source knows, to the byte."""
+    names = [n for _, run_of in shares.batches("official") for n in run_of]
+    names = [n for n in names if n.startswith("clamped")]
+    for vllm in "official", "envelope":
+        shares.test_the_share_of_a_device(vllm, "", names, folder)
+    both = [[shares.expected(n, vllm) for n in names] for vllm in harness.SITES]
+    assert both[0] != both[1]
+
+
+def fragmentation_of(name: str) -> Callable[[Path], None]:
+    def case(folder: Path) -> None:
+        fragmentation.test_official_dies_of_fragmentation(name, folder)
+        fragmentation.test_envelope_lives(name, folder)
+
+    return case
+
+
+def load_of_experts(folder: Path) -> None:
+    sleep_mode.test_official_loads_only_with_memory_to_spare("experts", folder, folder)
+    sleep_mode.test_envelope_loads_in_five_percent_more_than_tensors_hold(
+        "experts", folder, folder
+    )
+
+
+def failed_allocation(folder: Path) -> None:
+    findings.test_official_churn_loses_memory_and_dies(folder)
+    findings.test_envelope_churn_is_bounded_and_returns_all(folder)
+
+
+def start_in(name: str) -> Callable[[Path], None]:
+    def case(folder: Path) -> None:
+        budget.test_an_official_start_does_not(name, folder)
+        budget.test_a_start_stays_in_its_share(name, folder)
+
+    return case
+
+
+def explicit_kv_cache(folder: Path) -> None:
+    never_worse.test_official_asks_an_explicit_kv_cache_for_more(True, folder)
+    never_worse.test_bytes_that_are_asked_for(True, folder)
+
+
+def graphs(folder: Path) -> None:
+    """Profiling them takes no KV cache of a block for each sequence."""
+    hybrid = {
+        "model": "hybrid",
+        "graphs": True,
+        "llm": {
+            "gdn_prefill_backend": "triton",
+            "gpu_memory_utilization": 0.45,
+            "max_num_seqs": 512,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
+        },
+    }
+    official, ours = (
+        run("start", hybrid, vllm=vllm, device={"memory": 2560 * MIB}, folder=folder)
+        for vllm in ("official", "envelope")
+    )
+    assert official["peak"] > 0.45 * 2560 * MIB >= ours["peak"], (official, ours)
+
+
+def full_batches_of(name: str, v2: bool) -> Callable[[Path], None]:
+    def case(folder: Path) -> None:
+        never_worse.test_the_largest_batches_fit(name, v2, folder)
+
+    return case
+
+
+def late_replies(folder: Path) -> None:
+    calls.test_the_release_shifts_replies(folder)
+    calls.test_what_a_call_comes_to(folder)
+
+
+def failing_rank(folder: Path) -> None:
+    ranks.test_the_release_hangs(("profile",), folder)
+    ranks.test_all_end_when_one_runs_out_of_memory(1, ("profile",), folder)
+
+
+def who_died(folder: Path) -> None:
+    for vllm in "official", "envelope":
+        ranks.test_an_idle_engine_says_who_died(vllm, folder)
+
+
+def prompt_logprobs(folder: Path) -> None:
+    for vllm in "official", "envelope":
+        prompt_rows.test_prompt_logprobs_take_what_is_profiled(vllm, folder)
+
+
+def host_memory(folder: Path) -> None:
+    sleep_mode.test_host_memory_of_level_1("llama-8b", 4, folder)
+
+
+def offloaded(folder: Path) -> None:
+    sleep_mode.test_host_memory_of_offloaded_weights("llama-8b", 4, "uva", folder)
+
+
+def growth(folder: Path) -> None:
+    """A device has memory left, of which 24 GiB were asked for."""
+    asked = fragmentation.CASES["8B"] | {"alone": True, "llm": fragmentation.LIMIT}
+    official, ours = (
+        fragmentation.serve(asked, vllm, folder)["runs"][0]
+        for vllm in ("official", "envelope")
+    )
+    assert official["outcome"] == ours["outcome"] == "served"
+    limit = fragmentation.LIMIT["gpu_memory_limit_bytes"]
+    assert official["process_peak"] > limit >= ours["process_peak"]
+
+
+def host_reserve(folder: Path) -> None:
+    unified.test_a_fraction_leaves_the_host_its_reserve("V2", folder)
+
+
+# Of topics.toml's `cures`.
+CASES: dict[str, Callable[[Path], None]] = {
+    "co-tenant": start_in("co-tenant that releases"),
+    "drafts": full_batches_of("draft", True),
+    "explicit KV cache": explicit_kv_cache,
+    "failed allocation": failed_allocation,
+    "failing rank": failing_rank,
+    "fragmentation": fragmentation_of("8B"),
+    "graphs": graphs,
+    "growth": growth,
+    "host memory": host_memory,
+    "host reserve": host_reserve,
+    "hybrid": full_batches_of("hybrid", False),
+    "late replies": late_replies,
+    "limit": start_in("limit beside a co-tenant"),
+    "load of experts": load_of_experts,
+    "offloaded": offloaded,
+    "prompt logprobs": fragmentation_of("8B, prompt logprobs"),
+    "prompt logprobs, V2": prompt_logprobs,
+    "share": share,
+    "who died": who_died,
+}
+# The cheapest of each set; `make test-long` has all.
+CI = {
+    "core": "share",
+    "slice": "limit",
+    "sleep": "failed allocation",
+    "hybrid": "graphs",
+    "ranks": "late replies",
+    "serving": "prompt logprobs, V2",
+}
+
+
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A set is in the place of the series."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(harness.SITES, "envelope", laid_out(request.param))
+        yield
+        harness.close_server("envelope")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("alone", "case"),
+    [
+        pytest.param(
+            one.name,
+            case,
+            id=f"{one.name}-{case}",
+            marks=() if CI[one.name] == case else pytest.mark.long,
+        )
+        for one in SETS.values()
+        for case in one.cures.values()
+    ],
+    indirect=["alone"],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_set_cures(case: str, tmp_path: Path) -> None:
+    CASES[case](tmp_path)
+
+
+def test_ci_has_a_case_of_each_set() -> None:
+    cured = {one.name: set(one.cures.values()) for one in SETS.values() if one.cures}
+    assert cured.keys() == CI.keys()
+    assert all(CI[name] in cases for name, cases in cured.items())
+    assert set().union(*cured.values()) == CASES.keys()
+
+
+def laid_out(name: str) -> str:
+    """The folder of a set's vLLM; another worker may be at it."""
+    sets = ROOT / "build/sets"
+    sets.mkdir(parents=True, exist_ok=True)
+    with (sets / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [ROOT / ".venv/bin/python", "-m", "scripts.lay_out", "--set", name]
+        told = subprocess.check_output([*command, "--base", BASE], cwd=ROOT, text=True)
+    return told.strip()
