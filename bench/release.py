@@ -306,8 +306,9 @@ def summary(rows: list[Row]) -> Iterator[str]:
             over = sum(row.ratio(site) > 1 for row in started)
             died = sum(not row.lives(site) for row in started)
             cells += [str(len(started)), str(over), str(died)]
-        fewer = [row.fewer // MIB for row in same]
-        cells.append(f"{min(fewer)} to {max(fewer)}")
+        both = [row for row in same if all(row.started(site) for site in SITES)]
+        fewer = [row.fewer // MIB for row in both]
+        cells.append(f"{min(fewer)} to {max(fewer)}" if fewer else "")
         served = [row.envelope["peak"] for row in same if row.lives("envelope")]
         left = [(MEMORY - peak) // MIB for peak in served]
         cells.append(f"{min(left)} to {max(left)}" if left else "")

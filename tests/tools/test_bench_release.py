@@ -65,6 +65,18 @@ def test_what_keeps_the_kv_cache_that_the_release_has() -> None:
     )
 
 
+def test_only_rows_that_both_start_have_a_smaller_kv_cache() -> None:
+    start = Start("hybrid", "V2", "graphs", "", 70)
+    rows = [
+        Row(start, REFUSED, started(500 * MIB)),
+        Row(start, started(500 * MIB), started(378 * MIB)),
+    ]
+    *_, line = summary(rows)
+    assert "| 122 to 122 |" in line
+    *_, line = summary(rows[:1])
+    assert "|  |" in line
+
+
 def test_each_row_has_a_name() -> None:
     starts = list(grid(range(50, 71, 20)))
     names = {start.name for start in starts}
