@@ -330,7 +330,7 @@ def verdict(rows: list[Row]) -> Iterator[str]:
         "stock starts and serves within its budget, patched does not": [
             row for row in within if not row.within("envelope")
         ],
-        "patched has over 64 MiB less KV cache, stock is within its budget": [
+        "the patched KV cache is over 64 MiB smaller, stock is within its budget": [
             row for row in within if row.fewer > ALLOWED
         ],
         "patched goes above its budget, or runs out of memory": [
