@@ -80,8 +80,10 @@ def page(root: Path, text: str) -> str:
 
 
 def front(root: Path, text: str) -> str:
-    """README.md with its table of sets."""
-    return filled(text, {SETS: table_of_sets(root)}, FRONT)
+    """README.md with its table of sets: who wants one, and what it costs."""
+    rows = [line.split(" | ") for line in table_of_sets(root)]
+    short = [" | ".join((row[0], row[1], row[3], row[5])) for row in rows]
+    return filled(text, {SETS: short}, FRONT)
 
 
 def filled(text: str, tables: dict[str, list[str]], where: str) -> str:
@@ -136,7 +138,7 @@ def changed(patch: Path) -> tuple[int, int]:
 
 def described(topics: list[Topic], known: dict[str, Thread], release: str) -> list[str]:
     lines = [
-        "| patch | what a user sees without it | issues | upstream | evidence |",
+        "| patch | symptom without it | issues | upstream | evidence |",
         "| --- | --- | --- | --- | --- |",
     ]
     for topic in topics:
