@@ -43,6 +43,16 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
         return int(result["kv"])
 
     Worker.determine_available_memory = profiling
+    if hasattr(Worker, "kv_cache_memory_again"):  # not in the release
+        ask_again = Worker.kv_cache_memory_again
+
+        def asking_again(worker: Worker) -> int | None:
+            size: int | None = ask_again(worker)
+            if size is not None:
+                result["kv"] = size
+            return size
+
+        Worker.kv_cache_memory_again = asking_again
     for runner in V1, V2:
         record_capture(runner, result)
 
@@ -166,11 +176,12 @@ def move_as(phase: str, size: Any) -> None:
 
 
 def hold_for_a_moment(when: str, size: int) -> None:
-    """Let another process take `size` bytes, and release them soon: "loaded" and before
-    the profiled pass, "profiled" and before there is a KV cache, "torn down" (what
-    graphs were profiled with) and before that, "warming up" or "warm" and before the
-    start is over.
+    """Let another process take `size` bytes, or all that is free but `-size`, and
+    release them soon: "loaded" and before the profiled pass, "profiled" and before
+    there is a KV cache, "torn down" (what graphs were profiled with) and before that,
+    "warming up" or "warm" and before the start is over.
     """
+    import torch
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
@@ -183,8 +194,9 @@ def hold_for_a_moment(when: str, size: int) -> None:
 
     def take() -> None:
         if not held:
-            held.append(size)
-            device.other_process(size)
+            free = torch.cuda.mem_get_info()[0]
+            held.append(size if size > 0 else free + size)
+            device.other_process(held[0])
 
     def release() -> None:
         if held:

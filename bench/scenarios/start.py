@@ -5,12 +5,14 @@ The argument is a JSON object; DEFAULTS lists its keys.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,8 @@ DEFAULTS: dict[str, Any] = {
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
     "beyond": False,  # then name a block that is not there: see block_ids.py
-    # Serve the largest batches within what was requested, or with so many bytes left.
+    # Serve the largest batches within what was requested, or with so many bytes left,
+    # or "alone": nobody else takes what was not.
     "serve": False,
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
@@ -42,11 +45,12 @@ DEFAULTS: dict[str, Any] = {
     "moved": "",  # what another process takes or releases as a phase begins
     "moved_at": "profile",  # the phase
     "moment": "",  # when another process holds memory: see observe.hold_for_a_moment
-    "moment_holds": 0,  # how much, in bytes
+    "moment_holds": 0,  # how much, in bytes; below 0: all but so much
     "profiles": 1,  # how often memory is profiled
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
+    "thread": 0,  # what another thread allocates and frees meanwhile, in bytes
     "beside": {},  # the case of an engine that is started first in the process
     "caller": False,  # somebody else allocates in the engine's process
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
@@ -137,8 +141,9 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         if left is True:
             before = result["before" if device.VIRTUAL else "before_request"]
             left = before + int(result["requested"])
-        result["left"] = left
-        device.leave(max(0, left - device.process_used()))
+        if left != "alone":
+            result["left"] = left
+            device.leave(max(0, left - device.process_used()))
         result["served"] = serve(llm)
     if level := asked.get("sleep"):
         result["sleep"] = sleep(llm, level)
@@ -210,7 +215,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     """An engine, with what its start took in `result`."""
     assert asked.keys() <= DEFAULTS.keys(), asked
     case = DEFAULTS | asked
-    configure(case["v2"], own=not (case["tensors"] or case["beside"] or case["caller"]))
+    configure(case["v2"], own=not is_shared(case))
     began = time.perf_counter()
     import torch
     from vllm import LLM
@@ -259,6 +264,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     observe.record_suggestions(result)
     observe.time_phases(seconds)
     hold(case["tensors"])
+    if case["thread"]:
+        allocate_beside(case["thread"])
     result["before"] = device.process_used()
     device.reset_peak()
     began = time.perf_counter()
@@ -312,6 +319,24 @@ def hold(size: int) -> None:
 
     if size:
         HELD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+def is_shared(case: dict[str, Any]) -> bool:
+    """Whether somebody else allocates in the engine's process."""
+    return any(case[kind] for kind in ("tensors", "thread", "beside", "caller"))
+
+
+def allocate_beside(size: int) -> None:
+    """Let another thread allocate and free, until this process ends."""
+    import torch
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(size, dtype=torch.uint8, device="cuda")
+            time.sleep(0.003)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def hold_as_built(size: int) -> None:

@@ -1,0 +1,283 @@
+"""Start engines that are drawn at random, unpatched beside patched: judge each pair.
+
+Drawn are the device, the model and its runner, batches, CUDA graphs, how much memory is
+asked for and in which words, features, and company: a neighbour that holds memory, for
+a moment or for good, hidden from NVML or not, a caller's tensors, a thread that
+allocates. Each engine serves its largest batches while another process holds all that
+was not requested, and no batch may name a block that is not mapped (block_ids.py).
+
+Ours is worse if it does not start or serve where the release does, takes more than its
+request, or has a KV cache that is over 128 MiB smaller, unless the release is above its
+request by more. Prints a line a start; ends with 1 if ours is worse in one. The line
+names the seed of its start: `--seed 7.3 --count 1` repeats it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.scenarios.loads import NGRAM
+from bench.virtual import HOOKS, SITES, environment_of, results
+from scripts.commands import Problem, command, write_whole
+from scripts.release import Base
+
+MIB, GIB = 1 << 20, 1 << 30
+ALLOWED = 128 * MIB
+# With what each needs; a long name is drawn as often as a short one.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {},
+    "shared experts": {},
+    "sliding": {},
+    "GPT-OSS": {},
+    "MLA": {"attention_backend": "TRITON_MLA"},
+    "MLA, 64 experts": {"attention_backend": "TRITON_MLA"},
+    "hybrid": {"gdn_prefill_backend": "triton", "max_model_len": 4096},
+    "Mamba1": {},
+    "Mamba2": {},
+    "LFM2": {},
+    "vision": {"max_num_batched_tokens": 4096},
+    "pooling": {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False},
+}
+# Of the device, as where NVML does not tell processes apart.
+HIDDEN = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
+
+
+@dataclass(frozen=True)
+class Start:
+    seed: str
+    name: str
+    case: dict[str, Any]  # of scenarios/start.py
+    ours: dict[str, Any]  # arguments of LLM that the release has not
+
+
+def device(seed: int) -> dict[str, object]:
+    rng = random.Random(f"device {seed}")
+    told: dict[str, object] = {"memory": rng.choice((4, 8, 24)) * GIB}
+    told |= rng.choice(({}, {"graph": 700 << 10}, {"graph": 2 << 20}))
+    return told | (HIDDEN if rng.random() < 0.5 else {})
+
+
+def draw(seed: int, number: int, memory: int) -> Start:
+    rng = random.Random(f"start {seed}.{number}")
+    model = rng.choice(list(MODELS))
+    share = round(rng.uniform(0.3, 0.95), 3)
+    sequences = rng.choice((4, 16, 64, 128, 256))
+    llm: dict[str, Any] = {
+        "gpu_memory_utilization": share,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(rng.choice((512, 2048, 8192)), sequences),
+        "max_model_len": rng.choice((1024, 2048, 8192)),
+    }
+    llm |= MODELS[model]
+    v2 = rng.random() < 0.6
+    case: dict[str, Any] = {"model": model, "v2": v2, "serve": True}
+    words = [model, "V2" if v2 else "V1", f"{share}", f"{sequences} sequences"]
+    words.append(f"{llm['max_num_batched_tokens']} tokens")
+    mode = rng.choice(("eager", "FULL", "FULL_DECODE_ONLY") * 2 + ("PIECEWISE",))
+    if mode != "eager":
+        case["graphs"] = True
+        config: dict[str, Any] = {"cudagraph_mode": mode}
+        if mode != "PIECEWISE":
+            config["mode"] = 0
+        config["cudagraph_capture_sizes"] = rng.choice(([1, 2, 4, 8], [1, 16, 256]))
+        llm["compilation_config"] = config
+    words.append(mode)
+    ours: dict[str, Any] = {}
+    for word in (*features(rng, model, case, llm), *company(rng, case, share, memory)):
+        words.append(word)
+    if rng.random() < 0.25:
+        words.append(asked_otherwise(rng, llm, ours, share, memory))
+    return Start(f"{seed}.{number}", ", ".join(words), case | {"llm": llm}, ours)
+
+
+def features(
+    rng: random.Random, model: str, case: dict[str, Any], llm: dict[str, Any]
+) -> Iterator[str]:
+    if model == "dense":
+        match rng.choice(("", "", "LoRA", "ngrams", "EAGLE")):
+            case "LoRA":
+                llm |= {"enable_lora": True, "max_loras": rng.choice((1, 4))}
+                yield "LoRA"
+            case "ngrams":
+                llm["speculative_config"] = NGRAM
+                yield "ngrams"
+            case "EAGLE":
+                case["draft"] = rng.choice((1, 3))
+                yield "EAGLE"
+    if model in ("dense", "moe", "sliding") and rng.random() < 0.2:
+        llm["kv_cache_dtype"] = "fp8"
+        yield "KV cache in fp8"
+    if rng.random() < 0.2 and model != "pooling":
+        llm["enable_prefix_caching"] = True
+        yield "prefix caching"
+    if model in ("dense", "moe") and rng.random() < 0.15:
+        llm["kv_offloading_size"] = 0.25
+        yield "KV cache offloaded"
+    if model == "dense" and rng.random() < 0.15:
+        llm["cpu_offload_gb"] = 0.05
+        yield "weights offloaded"
+    if rng.random() < 0.1:
+        llm["enable_sleep_mode"] = True
+        yield "sleep mode"
+
+
+def company(
+    rng: random.Random, case: dict[str, Any], share: float, memory: int
+) -> Iterator[str]:
+    free = int((1 - share) * memory) - GIB // 2
+    if free > 0 and rng.random() < 0.3:
+        case["held"] = rng.randrange(free)
+        yield f"{case['held'] >> 20} MiB held by a neighbour"
+    if rng.random() < 0.3:
+        case["moment"] = rng.choice(("profiled", "torn down", "warming up", "warm"))
+        case["moment_holds"] = rng.choice((300 * MIB, GIB, -256 * MIB))
+        yield f"{case['moment_holds'] >> 20} MiB for a moment, {case['moment']}"
+    if rng.random() < 0.2:
+        case["tensors"] = rng.choice((100 * MIB, 300 * MIB))
+        yield f"{case['tensors'] >> 20} MiB of tensors"
+    if rng.random() < 0.15:
+        case["thread"] = rng.choice((4 * MIB, 24 * MIB))
+        yield f"a thread that allocates {case['thread'] >> 20} MiB"
+
+
+def asked_otherwise(
+    rng: random.Random,
+    llm: dict[str, Any],
+    ours: dict[str, Any],
+    share: float,
+    memory: int,
+) -> str:
+    """Than by the fraction alone."""
+    match rng.choice(("limit", "bytes", "extensible")):
+        case "limit":
+            ours["gpu_memory_limit_bytes"] = int(share * memory)
+            return "a limit in bytes"
+        case "bytes":
+            llm["kv_cache_memory_bytes"] = int(share * memory * rng.uniform(0.2, 0.5))
+            return f"{llm['kv_cache_memory_bytes'] >> 20} MiB of KV cache"
+    llm.pop("kv_offloading_size", None)
+    ours["enable_extensible_kv_cache"] = True
+    return "an extensible KV cache"
+
+
+def cases(starts: list[Start], site: str) -> list[dict[str, Any]]:
+    def llm(start: Start) -> dict[str, Any]:
+        more = start.ours if site == "envelope" else {}
+        return dict(start.case["llm"]) | more
+
+    return [start.case | {"llm": llm(start)} for start in starts]
+
+
+def above(start: Start, result: dict[str, Any]) -> int:
+    """Bytes by which a start goes above its request."""
+    if "requested" not in result or "kv_cache_memory_bytes" in start.case["llm"]:
+        return 0
+    taken = result["process_peak"] - start.case.get("thread", 0)
+    return max(int(taken - result["requested"]), 0)
+
+
+def worse(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
+    """How ours is worse; empty if it is not."""
+    if ours["outcome"] != "started":
+        if official["outcome"] != "started":
+            return ""
+        return f"does not start: {ours.get('error', ours['outcome'])[:400]}"
+    if over := above(start, ours):
+        return f"{over >> 20} MiB above its request"
+    if official["outcome"] != "started":
+        return ""
+    serves = ours["served"] == "lives"
+    if not serves and official["served"] == "lives":
+        return f"does not serve: {ours['served']}"
+    # What the process held before is in a limit.
+    if "gpu_memory_limit_bytes" in start.ours:
+        return ""
+    fewer = (1 - ours["blocks"] / official["blocks"]) * official.get("kv", 0)
+    allowed = max(ALLOWED + start.case.get("thread", 0), above(start, official))
+    if fewer > allowed and official["served"] == "lives":
+        return f"{int(fewer) >> 20} MiB less of KV cache"
+    return ""
+
+
+def line(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
+    told = []
+    for result in official, ours:
+        if result["outcome"] != "started":
+            told.append(str(result["outcome"]))
+            continue
+        blocks, size = result["blocks"], result["block_size"]
+        over = above(start, result)
+        told.append(
+            f"{blocks} x {size}, {'serves' if result['served'] == 'lives' else 'OOM'}"
+            + (f", {over >> 20} MiB above" if over else "")
+        )
+    verdict = worse(start, official, ours) or "ok"
+    return f"{start.seed} | {start.name} | {' | '.join(told)} | {verdict}"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", default="1", help="of the device, and of a start")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--results", type=Path, help="JSON file to write")
+
+
+def main(args: argparse.Namespace) -> None:
+    base = Base.load(args.root, args.base)
+    seed, _, first = args.seed.partition(".")
+    card = device(int(seed))
+    numbers = range(int(first or 0), int(first or 0) + args.count)
+    starts = [draw(int(seed), number, int(str(card["memory"]))) for number in numbers]
+    print(json.dumps(card), flush=True)
+    rows, failed = [], []
+    with ThreadPoolExecutor(len(SITES)) as pool:
+        both = list(pool.map(partial(start_all, base, card, starts), SITES))
+    for start, official, ours in zip(starts, *both, strict=True):
+        print(line(start, official, ours), flush=True)
+        failed += [start.seed] if worse(start, official, ours) else []
+        rows.append({"start": asdict(start), "official": official, "envelope": ours})
+    if args.results:
+        told = {"device": card, "rows": rows}
+        write_whole(args.results, json.dumps(told, indent=1) + "\n")
+    if failed:
+        raise Problem(f"ours is worse in {len(failed)} of {len(starts)}: {failed}")
+
+
+def start_all(
+    base: Base, card: dict[str, object], starts: list[Start], site: str
+) -> list[dict[str, Any]]:
+    _, ours = environment_of(base)
+    paths = [*([ours] if site == "envelope" else []), base.root]
+    environment = {
+        # See block_ids.py.
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, base.root / "bench/plugin"])),
+        "WARM_UP_FEW_BATCHES": "1",
+    }
+    told = json.dumps(cases(starts, site))
+    with TemporaryDirectory(prefix=".random.", dir=base.root / "build") as folder:
+        config = Path(folder, "device.toml")
+        lines = [f"{name} = {json.dumps(value)}\n" for name, value in card.items()]
+        config.write_text("".join(lines) + HOOKS.read_text())
+        found = []
+        for result in results(base, site, {}, "starts", told, environment, config):
+            found.append(result)
+            count = f"{site}: {len(found)} of {len(starts)}"
+            print(count, result["outcome"], file=sys.stderr, flush=True)
+    if len(found) != len(starts):
+        raise Problem(f"{site}: {len(found)} of {len(starts)} starts ended.")
+    return found
+
+
+if __name__ == "__main__":
+    command(main)
