@@ -257,6 +257,58 @@ class Extension:
         return int(self.rank)  # type: ignore[attr-defined]
 
 
+def sleep_cycles() -> dict[str, Any]:
+    """SkyRL's weight synchronization, which keeps the KV cache alone, and TRL's, which
+    keeps nothing: the weights are written between two parts of waking up."""
+    import torch
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    from vgpu import control
+
+    def write(tensors: list[Any], value: int) -> None:  # kernels do nothing
+        for tensor in tensors:
+            tensor.copy_(torch.full(tensor.shape, value, dtype=tensor.dtype))
+
+    def hold(tensors: list[Any], value: int) -> bool:
+        return all(bool((tensor.cpu() == value).all()) for tensor in tensors)
+
+    llm = engine(enable_sleep_mode=True, kv_cache_memory_bytes=64 * MIB)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    weights = [weight.data for weight in runner.model.parameters()]
+    # Views of them have the order of their layout.
+    storages = {t.untyped_storage().data_ptr(): t for t in runner.kv_caches}
+    cache = [
+        torch.empty(0, dtype=torch.uint8, device="cuda").set_(t.untyped_storage())
+        for t in storages.values()
+    ]
+    allocator = get_mem_allocator_instance()
+    result: dict[str, Any] = {}
+    for cycle in (1, 2):
+        write(cache, cycle)
+        awake = control.used()
+        allocator.sleep(offload_tags=("kv_cache",))
+        released = control.used() < awake // 4
+        torch.cuda.empty_cache()
+        allocator.wake_up(["weights"])
+        write(weights, cycle)
+        torch.cuda.empty_cache()
+        allocator.wake_up(["kv_cache"])
+        kept = {"released": released, "weights": hold(weights, cycle)}
+        kept |= {"cache": hold(cache, cycle), "tokens": serve(llm)}
+        result[f"skyrl {cycle}"] = kept
+    for cycle in (3, 4):
+        awake = control.used()
+        llm.sleep(level=2)
+        released = control.used() < awake // 2
+        llm.wake_up(tags=["weights"])
+        write(weights, cycle)
+        llm.wake_up(tags=["kv_cache"])
+        kept = {"released": released, "weights": hold(weights, cycle)}
+        result[f"trl {cycle}"] = kept | {"tokens": serve(llm)}
+    assert all(all(kept.values()) for kept in result.values()), result
+    return result
+
+
 def texts() -> dict[str, Any]:
     """Log lines that scripts search for."""
     import logging
@@ -316,6 +368,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         own_measure,
         hooks_append,
         extension_and_plugin,
+        sleep_cycles,
         texts,
         engine_dead,
         process_made_by_others,
@@ -323,7 +376,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def main(ways: dict[str, Callable[[], dict[str, Any]]] = WAYS) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -338,7 +391,7 @@ def main() -> None:
 
                 with suppress(AttributeError):
                     inspect_models_here()
-                result = WAYS[name]()
+                result = ways[name]()
             except BaseException as error:
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"[:500]}
