@@ -102,7 +102,7 @@ torch-tests: build/torch-tests/ready  ## TESTS=pytorch/test: PyTorch's own tests
 	  --tests "$(or $(TESTS),$(error TESTS=<pytorch/test> is needed: vgpu/README.md))" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(OTHER_VERSION),--other-version)
 
-test-long: vgpu envelope ray  ## tests that take too long for every run
+test-long: vgpu envelope ray build/libraries/ready  ## tests that take too long for every run
 	@$(call RUN,scripts.run_tests) vgpu-long
 
 topics: vgpu envelope  ## BASE=: its wheel, each topic once
@@ -213,6 +213,11 @@ lint: .venv/ready  ## linters and types, also of files that git does not know ye
 build/ray/ready: requirements/ray.txt | $(ENV)/ready
 	@rm -rf build/ray
 	@.venv/bin/uv pip install -q -p $(ENV) --target build/ray --require-hashes --no-deps -r $<
+	@touch $@
+
+build/libraries/ready: requirements/libraries.txt | $(ENV)/ready
+	@rm -rf build/libraries
+	@.venv/bin/uv pip install -q -p $(ENV) --target build/libraries --require-hashes --no-deps -r $<
 	@touch $@
 
 build/torch-tests/ready: requirements/torch-tests.txt | $(DEVICE_ENV)/ready

@@ -67,15 +67,24 @@ def serve(llm: Any) -> int:
 
 
 def serves(worker: type, **more: Any) -> dict[str, Any]:
-    """With this class in the module that `worker_cls` names."""
+    llm = start(worker, **more)
+    return {"tokens": serve(llm), "blocks": blocks(llm)}
+
+
+def starts(worker: type, **more: Any) -> dict[str, Any]:
+    return {"blocks": blocks(start(worker, **more))}
+
+
+def blocks(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+
+def start(worker: type, **more: Any) -> Any:
+    """An engine, with this class in the module that `worker_cls` names."""
     globals()[worker.__name__] = worker
     worker.__module__ = __name__
     sys.modules.setdefault("bench.scenarios.derived", sys.modules[__name__])
-    llm = engine(worker_cls=f"bench.scenarios.derived.{worker.__name__}", **more)
-    return {
-        "tokens": serve(llm),
-        "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-    }
+    return engine(worker_cls=f"bench.scenarios.derived.{worker.__name__}", **more)
 
 
 def neighbour(mebibytes: int) -> None:
@@ -293,7 +302,7 @@ def sleep_cycles() -> dict[str, Any]:
         write(weights, cycle)
         torch.cuda.empty_cache()
         allocator.wake_up(["kv_cache"])
-        kept = {"released": released, "weights": hold(weights, cycle)}
+        kept: dict[str, Any] = {"released": released, "weights": hold(weights, cycle)}
         kept |= {"cache": hold(cache, cycle), "tokens": serve(llm)}
         result[f"skyrl {cycle}"] = kept
     for cycle in (3, 4):

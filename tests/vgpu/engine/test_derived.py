@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.scenarios import packages
 from bench.scenarios.derived import WAYS
 from tests.vgpu.engine.harness import BASE, HOOKS, run
 
@@ -23,11 +24,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def results(vllm: str) -> dict[str, dict[str, Any]]:
+    def results(vllm: str, scenario: str = "derived") -> dict[str, dict[str, Any]]:
         folder: Path = tmp_path_factory.mktemp(vllm)
         device = {"memory": "4GiB"}
+        ways = list(WAYS if scenario == "derived" else packages.WAYS)
         every = run(
-            "derived", {"ways": list(WAYS)}, vllm=vllm, device=device, hooks=HOOKS,
+            scenario, {"ways": ways}, vllm=vllm, device=device, hooks=HOOKS,
             folder=folder, timeout=2400,
         )["every"]  # fmt: skip
         return {result.pop("way"): result for result in every}
@@ -38,8 +40,18 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.timeout(5000)
 @pytest.mark.parametrize("way", [w for w in WAYS if w != "hooks_append"])
 def test_each_way_is_as_with_the_release(way: str, tried: Any) -> None:
-    stock, patched = (tried(vllm)[way] for vllm in ("official", "envelope"))
-    assert "error" not in stock
+    compare(*(tried(vllm)[way] for vllm in ("official", "envelope")))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5000)
+@pytest.mark.parametrize("way", list(packages.WAYS))
+def test_each_package_is_as_with_the_release(way: str, tried: Any) -> None:
+    compare(*(tried(vllm, "packages")[way] for vllm in ("official", "envelope")))
+
+
+def compare(stock: dict[str, Any], patched: dict[str, Any]) -> None:
+    assert "error" not in stock, stock
     assert all(stock.values()), "the way sees nothing with the release"
     stock_blocks, blocks = (result.pop("blocks", 0) for result in (stock, patched))
     assert patched == stock
