@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-starts bench-suggestion bench-fragmentation bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
+  bench-starts bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
   figures tables help
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -141,6 +141,9 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 
 bench-fragmentation: vgpu envelope  ## random loads in exactly the budget: OOM, and the cost of serving
 	@$(call RUN,bench.fragmentation)
+
+bench-hybrid-build: vgpu envelope  ## building a hybrid's metadata: CPU time and launches, stock and patched
+	@$(call RUN,bench.hybrid_build)
 
 bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 	@$(call RUN,bench.step)
