@@ -43,16 +43,15 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
         return int(result["kv"])
 
     Worker.determine_available_memory = profiling
-    if hasattr(Worker, "kv_cache_memory_again"):  # not in the release
-        ask_again = Worker.kv_cache_memory_again
+    if hasattr(Worker, "more_kv_cache_memory"):  # not in the release
+        ask_more = Worker.more_kv_cache_memory
 
-        def asking_again(worker: Worker) -> int | None:
-            size: int | None = ask_again(worker)
-            if size is not None:
-                result["kv"] = size
-            return size
+        def asking_more(worker: Worker) -> int | None:
+            more: int | None = ask_more(worker)
+            result["kv"] += more or 0
+            return more
 
-        Worker.kv_cache_memory_again = asking_again
+        Worker.more_kv_cache_memory = asking_more
     for runner in V1, V2:
         record_capture(runner, result)
 
