@@ -217,7 +217,6 @@ def real_cards(root: Path, runs: str) -> str:
 def pinning(root: Path) -> str:
     text = " ".join((root / PINNING).read_text().split())
     found = re.search(r"took (0\.\d+) s of a processor.*? of 2 MiB (0\.\d+) s", text)
-    found = found or re.search(r"(0\.\d+) CPU-seconds.*?(0\.\d+)", text)
     if not found:
         raise Problem(f"{PINNING} does not say what pinning takes.")
     small, huge = sorted(map(float, found.groups()), reverse=True)

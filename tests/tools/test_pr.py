@@ -187,7 +187,7 @@ def test_a_branch_and_its_description(topic: Project, clone: Clone) -> None:
     assert "not signed off: that is yours to do" in shown
     branch = f"envelope/{TOPIC}"
     assert clone.git("log", "--format=%s|%an", f"main..{branch}") == (
-        "[Core] Halve what is requested|A\n"
+        f"[Core] Halve what is requested|{IDENTITY[0]}\n"
     )
     assert "total // 2" in clone.git("show", f"{branch}:vllm/budget.py")
     assert "Signed-off-by" not in clone.git("log", "-1", branch)

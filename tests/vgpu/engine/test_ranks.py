@@ -1,4 +1,7 @@
-"""Engines of more than one rank: they start, agree, and fail together."""
+"""Engines of more than one rank: they start, agree, and fail together.
+
+One file, however long: its tests share the starts of two ranks.
+"""
 
 from __future__ import annotations
 
