@@ -79,8 +79,11 @@ class Process:
         self.worker: Any = Worker.__new__(Worker)
         self.worker.device = DEVICE
         self.worker.vllm_config = SimpleNamespace(
-            kv_transfer_config=None, ec_transfer_config=None
+            kv_transfer_config=None,
+            ec_transfer_config=None,
+            weight_transfer_config=None,
         )
+        self.worker.cache_config = SimpleNamespace(gpu_memory_limit_bytes=None)
         self.worker.startup_memory = SimpleNamespace(limit=None)
         self.step_memory: Any = contextlib.nullcontext
         self.serving_begins()
