@@ -48,7 +48,8 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
 
         def asking_more(worker: Worker) -> int | None:
             more: int | None = ask_more(worker)
-            result["kv"] += more or 0
+            if more:
+                result["kv"] += more
             return more
 
         Worker.more_kv_cache_memory = asking_more
