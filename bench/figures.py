@@ -25,6 +25,7 @@ SERVING = "docs/fragmentation.md"
 START_TIME = "docs/extensible-kv-cache.md"
 FIRST_START = "docs/first-start.md"
 SUGGESTED = "docs/suggested-kv-cache.md"
+HYBRID_BUILD = "docs/data/hybrid-build.md"
 REAL = "docs/plan-against-real-cards.md"
 PINNING = (
     "patches/v0.33.0/pin-what-level-1-sleep-offloads-by-the-page-and-give-it-back.patch"
@@ -207,6 +208,20 @@ def start_time(root: Path, column: int) -> str:
     return f"{span([float(row[column]) for row in rows], '.2f')} of stock"
 
 
+def hybrid_build(root: Path, kernels: str) -> str:
+    rows = table(root / HYBRID_BUILD, "| kernels | prompts |")
+    ratios = [float(row[5]) for row in rows if row[0] == kernels]
+    if len(ratios) != 3:
+        raise Problem(f"{HYBRID_BUILD} has {len(ratios)} rows of {kernels}, not 3.")
+    return f"{span(ratios, '.1f')} times stock's CPU time"
+
+
+def hybrid_launches(root: Path) -> str:
+    rows = table(root / HYBRID_BUILD, "| kernels | prompts |")
+    most = max(int(row[9]) / int(row[8]) for row in rows)
+    return f"up to {most:.0f} times as many kernels"
+
+
 def real_cards(root: Path, runs: str) -> str:
     for row in table(root / REAL, "| runs | quantity |"):
         if row[:2] == [runs, "KV tokens"]:
@@ -339,6 +354,10 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "remapping": remapping,
     "start-time": lambda root: start_time(root, 3),
     "start-time-extensible": lambda root: start_time(root, 5),
+    "hybrid-build-triton": lambda root: hybrid_build(root, "triton"),
+    "hybrid-build-flashinfer": lambda root: hybrid_build(root, "flashinfer"),
+    "hybrid-build-mamba2": lambda root: hybrid_build(root, "mamba2"),
+    "hybrid-launches": hybrid_launches,
     "real-cards": lambda root: real_cards(root, "config exact, same release"),
     "pinning": pinning,
     "h200-starts": h200_starts,

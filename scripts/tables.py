@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 from pathlib import Path
 
 from scripts.commands import Problem, command
 from scripts.compare import releases
+from scripts.series import git
 
 RECORDED = re.compile(r"[Rr]ecorded\s+at\s+commit\s+`(\w+)(-dirty)?`")
 
@@ -31,13 +31,6 @@ def age(root: Path, commit: str, folder: str) -> str:
         return f"{commit}, which this clone does not have"
     since = git(root, "rev-list", "--count", f"{commit}..HEAD", "--", folder).strip()
     return f"{when}, {since} commits to {folder} since"
-
-
-def git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-    if done.returncode:
-        raise Problem(f"git {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
 
 
 if __name__ == "__main__":

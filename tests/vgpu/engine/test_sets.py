@@ -30,6 +30,7 @@ from tests.vgpu.engine.harness import BASE, ROOT, run
 
 MIB = 2**20
 SETS = sets(ROOT)
+Row = Callable[[str, Path], None]
 pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="sets are of the newest one")
 
 
@@ -43,12 +44,24 @@ def share(folder: Path) -> None:
     assert both[0] != both[1]
 
 
-def fragmentation_of(name: str) -> Callable[[Path], None]:
+def both(stock: Row, patched: Row, name: str) -> Callable[[Path], None]:
+    """The same row of both builds."""
+
     def case(folder: Path) -> None:
-        fragmentation.test_official_dies_of_fragmentation(name, folder)
-        fragmentation.test_envelope_lives(name, folder)
+        stock(name, folder)
+        patched(name, folder)
 
     return case
+
+
+def fragmentation_of(name: str) -> Callable[[Path], None]:
+    dies = fragmentation.test_official_dies_of_fragmentation
+    return both(dies, fragmentation.test_envelope_lives, name)
+
+
+def start_in(name: str) -> Callable[[Path], None]:
+    does_not = budget.test_an_official_start_does_not
+    return both(does_not, budget.test_a_start_stays_in_its_share, name)
 
 
 def load_of_experts(folder: Path) -> None:
@@ -61,14 +74,6 @@ def load_of_experts(folder: Path) -> None:
 def failed_allocation(folder: Path) -> None:
     findings.test_official_churn_loses_memory_and_dies(folder)
     findings.test_envelope_churn_is_bounded_and_returns_all(folder)
-
-
-def start_in(name: str) -> Callable[[Path], None]:
-    def case(folder: Path) -> None:
-        budget.test_an_official_start_does_not(name, folder)
-        budget.test_a_start_stays_in_its_share(name, folder)
-
-    return case
 
 
 def explicit_kv_cache(folder: Path) -> None:
