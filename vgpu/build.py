@@ -26,9 +26,9 @@ from . import elf
 from .errors import VgpuError
 
 SOURCES = Path(__file__).parent / "src"
-# The layers ("floors") of SOURCES, the lowest first, a folder each: a file calls only
-# its own and lower ones (tests/vgpu/device/test_floors.py). See README.md.
-FLOORS = ("state", "memory", "streams", "sources", "control")
+# The layers of SOURCES, the lowest first, a folder each: a file calls only
+# its own and lower ones (tests/vgpu/device/test_source_layers.py). See README.md.
+LAYERS = ("state", "memory", "streams", "sources", "control")
 # Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
 STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
 NCCL = "libnccl.so.2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 
 import pytest
@@ -198,6 +199,35 @@ def test_host_functions_come_in_their_order() -> None:
     assert gpu.call("cudaStreamIsCapturing", stream, byref(status)) == OK
     assert gpu.call("cudaStreamDestroy", stream) == OK
     assert called == [0, 1, 2]
+
+
+@pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=0)
+@pytest.mark.parametrize(
+    "wait", ["cudaStreamSynchronize", "cudaStreamQuery", "cudaDeviceSynchronize"]
+)
+def test_work_that_another_thread_does_is_not_done_yet(wait: str) -> None:
+    gpu = Cuda()
+    stream, ended = gpu.stream(), list[str]()
+    begun, waited = threading.Event(), threading.Event()
+
+    def last_work(_: object) -> None:
+        begun.set()
+        waited.wait(0.2)  # as long as it may take, where the other thread does wait
+        ended.append("work")
+
+    def other() -> None:
+        begun.wait()
+        assert gpu.call(wait, *[stream][: "Device" not in wait]) == OK
+        ended.append("wait")
+        waited.set()
+
+    function = ctypes.CFUNCTYPE(None, c_void_p)(last_work)
+    assert gpu.call("cudaLaunchHostFunc", stream, function, None) == OK
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert gpu.call("cudaStreamSynchronize", stream) == OK
+    thread.join()
+    assert ended == ["work", "wait"]
 
 
 @pytest.mark.vgpu(memory="64MiB", streams_behind=True, behind_queries=0)

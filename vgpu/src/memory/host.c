@@ -61,6 +61,10 @@ static CUresult host_release(void* address, bool registered, const char* cause) 
   return CUDA_SUCCESS;
 }
 
+CUresult host_free(void* address) {
+  return host_release(address, false, "cudaHostAlloc");
+}
+
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t size, unsigned flags) {
   RT_ENTER(size);
   RT(driver()->cuMemHostAlloc(address, size, flags));
@@ -71,21 +75,10 @@ EXPORT cudaError_t cudaMallocHost(void** address, size_t size) {
   RT(driver()->cuMemHostAlloc(address, size, 0));
 }
 
-EXPORT cudaError_t cudaFreeHost(void* address) {
-  RT_ENTER(0);
-  RT(address ? driver()->cuMemFreeHost(address) : 0);
-}
-
 EXPORT CUresult cuMemHostAlloc(void** address, size_t size, unsigned flags) {
   (void)flags;
   DRV_ENTER(size);
   return host_allocate(address, size, PINNED, "cudaHostAlloc");
-}
-
-EXPORT CUresult cuMemFreeHost(void* address) {
-  DRV_ENTER(0);
-  CUresult error = finish_device();
-  return error ? error : host_release(address, false, "cudaHostAlloc");
 }
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr* address, size_t size, unsigned flags) {

@@ -64,7 +64,7 @@ CUresult memory_free(uint64_t address);
 
 CUmemoryPool pool_of(int ordinal);  // the device's default pool
 int pool_device(CUmemoryPool pool);
-CUresult pool_take(CUmemoryPool pool, uint64_t size, uint64_t* address);
+CUresult pool_allocate(CUmemoryPool pool, uint64_t size, uint64_t* address);
 // True: it is a pool's, and was not freed before; memory_free_either is to follow.
 bool pool_free_later(uint64_t address);
 CUresult memory_free_either(uint64_t address);  // a pool's, a graph's, or cudaMalloc's
@@ -85,3 +85,5 @@ typedef struct {
 } HostBlock;
 
 extern Ranges host_blocks;
+
+CUresult host_free(void* address);  // not what was registered

@@ -4,7 +4,6 @@
 #include "memory/graph_memory.h"
 #include "memory/memory.h"
 #include "state/account.h"
-#include "state/captures.h"
 #include "state/context.h"
 #include "state/driver.h"
 
@@ -34,8 +33,8 @@ static void pool_trim(struct CUmemPoolHandle_st* pool, uint64_t keep) {
   charge(pool->device, -(int64_t)give, "cudaMallocAsync");
 }
 
-static CUresult pool_allocate(struct CUmemPoolHandle_st* pool, uint64_t size,
-                              uint64_t* address) {
+static CUresult allocate_locked(struct CUmemPoolHandle_st* pool, uint64_t size,
+                                uint64_t* address) {
   uint64_t bytes = round_up(size, config.device[pool->device].malloc_block);
   // What the pool kept is given back first, so it can be taken again at once.
   uint64_t kept = MIN(pool->kept, bytes);
@@ -56,11 +55,11 @@ static CUresult pool_allocate(struct CUmemPoolHandle_st* pool, uint64_t size,
   return CUDA_SUCCESS;
 }
 
-CUresult pool_take(CUmemoryPool pool, uint64_t size, uint64_t* address) {
+CUresult pool_allocate(CUmemoryPool pool, uint64_t size, uint64_t* address) {
   if (!size) return CUDA_ERROR_INVALID_VALUE;
   uint64_t start;
   pthread_mutex_lock(&memory_lock);
-  CUresult error = pool_allocate(pool, size, &start);
+  CUresult error = allocate_locked(pool, size, &start);
   pthread_mutex_unlock(&memory_lock);
   if (!error) *address = start;
   return error;
@@ -98,19 +97,6 @@ CUresult memory_free_either(uint64_t address) {
   free(m);
   pthread_mutex_unlock(&memory_lock);
   return CUDA_SUCCESS;
-}
-
-// Of either kind: cudaFree takes what cudaMallocAsync gave, too, and the reverse.
-EXPORT cudaError_t cudaFree(void* address) {
-  RT_ENTER(0);
-  RT(address ? driver()->cuMemFree((CUdeviceptr)address) : 0);
-}
-
-EXPORT CUresult cuMemFree(CUdeviceptr address) {
-  DRV_ENTER(0);
-  CUresult error = unsafe_call();
-  if (!error) error = finish_device();
-  return error ? error : memory_free_either(address);
 }
 
 EXPORT CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {
@@ -199,25 +185,6 @@ EXPORT CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* acc
   (void)n;
   DRV_USE(0);
   return CUDA_SUCCESS;
-}
-
-EXPORT cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t stream) {
-  RT_ENTER(size);
-  *address = NULL;
-  RT(size ? driver()->cuMemAllocAsync((CUdeviceptr*)address, size, stream) : 0);
-}
-
-EXPORT cudaError_t cudaMallocFromPoolAsync(void** address, size_t size,
-                                           cudaMemPool_t pool, cudaStream_t stream) {
-  RT_ENTER(size);
-  *address = NULL;
-  if (!size) return cudaSuccess;
-  RT(driver()->cuMemAllocFromPoolAsync((CUdeviceptr*)address, size, pool, stream));
-}
-
-EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-  RT_ENTER(0);
-  RT(address ? driver()->cuMemFreeAsync((CUdeviceptr)address, stream) : 0);
 }
 
 EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int ordinal) {

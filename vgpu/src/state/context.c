@@ -12,8 +12,6 @@ typedef struct CUctx_st {
   int retained;
 } Context;
 
-CUresult (*finish_device)(void);
-
 static __thread Context* current;
 static __thread int ordinal_set;
 static Context contexts[MAX_DEVICES];

@@ -15,9 +15,6 @@ cudaError_t rt_leave(cudaError_t error);
 
 // ---- context.c
 
-// Set where streams are: finishes what the current device was given.
-extern CUresult (*finish_device)(void);
-
 bool is_ordinal(int ordinal);
 int current_ordinal(void);
 int current_device(void);       // configured index

@@ -98,7 +98,7 @@ static CUresult memory_launch(CUgraphExec exec, CUstream handle) {
     error = post_free(stream, left);
   if (!error) error = graph_memory_launch(exec->memory, stream);
   if (error == CUDA_ERROR_OUT_OF_MEMORY && config.streams_behind) {
-    error = finish_device();
+    error = device_finish();
     if (!error) error = graph_memory_launch(exec->memory, stream);
   }
   return error;

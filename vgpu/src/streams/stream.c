@@ -1,5 +1,5 @@
 // Streams and events. What is not captured is done when it is asked for, or with
-// streams that are behind (behind.c) when it is waited for.
+// streams that are behind (queue.c) when it is waited for.
 #include "streams/stream.h"
 
 #include <stdlib.h>
@@ -285,7 +285,7 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 static CUresult device_wait(void) {
   if (config.synchronize_us) usleep((unsigned)config.synchronize_us);
   CUresult error = unsafe_call();
-  return error ? error : finish_device();
+  return error ? error : device_finish();
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {

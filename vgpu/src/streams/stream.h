@@ -88,7 +88,7 @@ CUresult stream_run(void* stream, const Operation* operation);
 CUresult capture_add(Stream* stream, const Operation* operation);
 void graph_empty(Graph* graph);
 
-// ---- behind.c
+// ---- queue.c
 
 // Does the operation, or gives it to the stream to do.
 CUresult operation_post(Stream* stream, const Operation* operation);
@@ -99,6 +99,7 @@ bool mark_is_reached(const Mark* mark);  // counts as a query
 CUresult mark_finish(const Mark* mark);
 CUresult stream_finish(Stream* stream);
 CUresult stream_finish_frees(Stream* stream);  // up to the last that frees memory
+CUresult device_finish(void);                  // what the current device was given
 
 // ---- user_object.c
 

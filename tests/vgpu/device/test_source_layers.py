@@ -1,7 +1,8 @@
-"""The C sources of the device form layers ("floors"), and none refers to a higher one.
+"""The C sources of the device form layers, and none refers to a higher one.
 
-The layers are `build.FLOORS`, a folder each. Every source is compiled on its own, as
-the build compiles all of them, and its object file says what it refers to.
+The layers are `build.LAYERS`, a folder each. Every source is compiled on its own, as
+the build compiles all of them, and its object file says what it refers to. Calls of the
+driver through its table (`driver()->cuMemAlloc`) are read from the source.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Object:
     undefined: set[str] = field(default_factory=set)
 
     @property
-    def floor(self) -> int:
-        return build.FLOORS.index(self.source.parent.name)
+    def layer(self) -> int:
+        return build.LAYERS.index(self.source.parent.name)
 
     def __str__(self) -> str:
         return f"{self.source.parent.name}/{self.source.name}"
@@ -57,7 +58,7 @@ def compiled(source: Path, flags: list[str], output: Path) -> Object:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    folder = tmp_path_factory.mktemp("floors")
+    folder = tmp_path_factory.mktemp("layers")
     flags = build.compile_flags(build.find_headers(), folder)
     command = [*build.find_compiler().split(), *flags]
     generated = build.write_stubs(folder / "generated", ["cuSomething"], [])
@@ -71,28 +72,36 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
         )
 
 
+def through_table(source: Path) -> set[str]:
+    """The driver's calls that it makes by pointer, under each name that they may have."""
+    calls = re.findall(r"\bdriver\(\)->(\w+)", source.read_text())
+    return {call + suffix for call in calls for suffix in ("", "_v2", "_v3", "_v4")}
+
+
 def references(objects: list[Object]) -> list[tuple[Object, str, Object]]:
     """(who refers, to which symbol, who defines it), of two files each."""
     home = {symbol: o for o in objects for symbol in o.defined}
     return [
         (o, symbol, home[symbol])
         for o in objects
-        for symbol in sorted(o.undefined & home.keys())
+        for symbol in sorted((o.undefined | through_table(o.source)) & home.keys())
+        if home[symbol] is not o
     ]
 
 
-def test_floors_are_the_folders_of_the_sources() -> None:
+def test_layers_are_the_folders_of_the_sources() -> None:
     found = {p.relative_to(build.SOURCES).parts[0] for p in sources(".c", ".h")}
-    assert found == set(build.FLOORS)
+    assert found == set(build.LAYERS)
 
 
-def test_no_floor_refers_to_one_above(objects: list[Object]) -> None:
+def test_no_layer_refers_to_one_above(objects: list[Object]) -> None:
     found = references(objects)
-    assert any(callee.floor < caller.floor for caller, _, callee in found)
+    assert any(callee.layer < caller.layer for caller, _, callee in found)
+    assert any(o.defined & through_table(o.source) for o in objects)
     up = [
         f"{caller} -> {symbol}, defined in {callee}"
         for caller, symbol, callee in found
-        if callee.floor > caller.floor
+        if callee.layer > caller.layer
     ]
     assert not up, f"{len(up)} upward references:\n" + "\n".join(up)
 
@@ -107,15 +116,15 @@ def test_no_files_refer_to_each_other_in_a_circle(objects: list[Object]) -> None
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_no_file_includes_a_header_of_a_floor_above() -> None:
+def test_no_file_includes_a_header_of_a_layer_above() -> None:
     up = []
     for path in sources(".c", ".h"):
-        own = build.FLOORS.index(path.parent.name)
-        for floor, name in re.findall(
+        own = build.LAYERS.index(path.parent.name)
+        for layer, name in re.findall(
             r'^#include "(?:(\w+)/)?(\w+\.h)"', path.read_text(), re.MULTILINE
         ):
-            if floor not in build.FLOORS[: own + 1]:
-                up.append(f"{path.parent.name}/{path.name} -> {floor}/{name}")
+            if layer not in build.LAYERS[: own + 1]:
+                up.append(f"{path.parent.name}/{path.name} -> {layer}/{name}")
     assert not up, "\n".join(up)
 
 

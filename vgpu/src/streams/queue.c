@@ -21,7 +21,6 @@ typedef struct Work {
 
 static Stream default_stream[MAX_DEVICES];
 static uint64_t next_number = 1;
-static uint64_t unfinished;  // of all streams
 // Held while work is done; a host function may not call CUDA.
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
@@ -91,7 +90,6 @@ static void add(Stream* stream, Work work) {
   stream->given = own->number;
   *(stream->last_work ? &stream->last_work->next : &stream->work) = own;
   stream->last_work = own;
-  unfinished++;
 }
 
 static CUresult work_do(const Operation* o) {
@@ -110,7 +108,6 @@ static CUresult finish(Stream* stream, uint64_t upto) {
     Work* work = stream->work;
     stream->work = work->next;
     if (!stream->work) stream->last_work = NULL;
-    unfinished--;
     CUresult failed = CUDA_SUCCESS;
     if (!work->after)
       failed = work_do(&work->operation);
@@ -161,9 +158,12 @@ CUresult operation_post(Stream* given, const Operation* o) {
 
 Mark stream_mark(Stream* given) {
   if (!config.streams_behind) return (Mark){0};
+  pthread_mutex_lock(&lock);
   operation_post(given, &(Operation){.kind = NODE_EVENT});
   Stream* stream = queue_of(given);
-  return (Mark){stream, stream->given};
+  Mark mark = {stream, stream->given};
+  pthread_mutex_unlock(&lock);
+  return mark;
 }
 
 void stream_wait_for(Stream* given, const Mark* mark) {
@@ -174,7 +174,7 @@ void stream_wait_for(Stream* given, const Mark* mark) {
 }
 
 CUresult mark_finish(const Mark* mark) {
-  if (!unfinished || !mark->stream) return CUDA_SUCCESS;
+  if (!mark->stream) return CUDA_SUCCESS;
   pthread_mutex_lock(&lock);
   CUresult error =
       exists(mark->stream) ? finish(mark->stream, mark->number) : CUDA_SUCCESS;
@@ -187,7 +187,7 @@ static bool is_before(const Stream* stream, uint64_t number) {
 }
 
 bool mark_is_reached(const Mark* mark) {
-  if (!unfinished || !mark->stream) return true;
+  if (!mark->stream) return true;
   Stream* stream = mark->stream;
   pthread_mutex_lock(&lock);
   bool waits = exists(stream) && is_before(stream, mark->number);
@@ -213,9 +213,12 @@ CUresult stream_finish(Stream* stream) {
 }
 
 CUresult stream_finish_frees(Stream* given) {
-  if (!unfinished) return CUDA_SUCCESS;
+  if (!config.streams_behind) return CUDA_SUCCESS;
+  pthread_mutex_lock(&lock);
   Stream* stream = queue_of(given);
-  return mark_finish(&(Mark){stream, stream->freed});
+  CUresult error = finish(stream, stream->freed);
+  pthread_mutex_unlock(&lock);
+  return error;
 }
 
 typedef struct {
@@ -236,8 +239,8 @@ static void find(void* object, void* data) {
   found->stream[found->n++] = stream;
 }
 
-static CUresult device_finish(void) {
-  if (!unfinished) return CUDA_SUCCESS;
+CUresult device_finish(void) {
+  if (!config.streams_behind) return CUDA_SUCCESS;
   Found found = {.ordinal = current_ordinal()};
   pthread_mutex_lock(&lock);
   find(queue_of(NULL), &found);
@@ -254,8 +257,6 @@ static CUresult device_finish(void) {
   free(found.stream);
   return error;
 }
-
-__attribute__((constructor)) static void offer(void) { finish_device = device_finish; }
 
 // For a test: this stream is ahead of the others.
 EXPORT int vgpu_finish(void* handle) {

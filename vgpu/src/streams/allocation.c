@@ -1,7 +1,9 @@
 // Memory in the order of a stream: what it freed is there again for its own requests,
 // and for those of others where nothing else is left. In a capture, nodes of its graph.
+// And the calls that free memory once the device has done its work.
 #include "memory/memory.h"
 #include "state/context.h"
+#include "state/driver.h"
 #include "state/objects.h"
 #include "state/state.h"
 #include "streams/stream.h"
@@ -51,10 +53,10 @@ static CUresult take(CUdeviceptr* address, size_t size, CUmemoryPool pool,
     return capture_take(address, size, pool_device(pool), stream);
   uint64_t start;
   CUresult error = stream_is(handle) ? stream_finish_frees(stream) : CUDA_SUCCESS;
-  if (!error) error = pool_take(pool, size, &start);
+  if (!error) error = pool_allocate(pool, size, &start);
   if (error == CUDA_ERROR_OUT_OF_MEMORY && config.streams_behind) {
-    error = finish_device();
-    if (!error) error = pool_take(pool, size, &start);
+    error = device_finish();
+    if (!error) error = pool_allocate(pool, size, &start);
   }
   if (!error) *address = start;
   return error;
@@ -82,4 +84,49 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
         stream, &(Operation){.kind = NODE_FREE, .to = address, .argument = held});
   CUresult error = stream_finish(stream);
   return error ? error : memory_free_either(address);
+}
+
+EXPORT cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t stream) {
+  RT_ENTER(size);
+  *address = NULL;
+  RT(size ? driver()->cuMemAllocAsync((CUdeviceptr*)address, size, stream) : 0);
+}
+
+EXPORT cudaError_t cudaMallocFromPoolAsync(void** address, size_t size,
+                                           cudaMemPool_t pool, cudaStream_t stream) {
+  RT_ENTER(size);
+  *address = NULL;
+  if (!size) return cudaSuccess;
+  RT(driver()->cuMemAllocFromPoolAsync((CUdeviceptr*)address, size, pool, stream));
+}
+
+EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
+  RT_ENTER(0);
+  RT(address ? driver()->cuMemFreeAsync((CUdeviceptr)address, stream) : 0);
+}
+
+// ---- freed at once, when the device has done its work
+
+// Of either kind: cudaFree takes what cudaMallocAsync gave, too, and the reverse.
+EXPORT cudaError_t cudaFree(void* address) {
+  RT_ENTER(0);
+  RT(address ? driver()->cuMemFree((CUdeviceptr)address) : 0);
+}
+
+EXPORT CUresult cuMemFree(CUdeviceptr address) {
+  DRV_ENTER(0);
+  CUresult error = unsafe_call();
+  if (!error) error = device_finish();
+  return error ? error : memory_free_either(address);
+}
+
+EXPORT cudaError_t cudaFreeHost(void* address) {
+  RT_ENTER(0);
+  RT(address ? driver()->cuMemFreeHost(address) : 0);
+}
+
+EXPORT CUresult cuMemFreeHost(void* address) {
+  DRV_ENTER(0);
+  CUresult error = device_finish();
+  return error ? error : host_free(address);
 }
