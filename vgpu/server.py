@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import frozen, interpret, launch
+from . import frozen, launch, triton_launches
 from .config import Configuration
 from .errors import VgpuError
 
@@ -178,7 +178,7 @@ def _become(
     os.environ.clear()
     os.environ.update(added | order["environment"] | changed)
     os.chdir(order["folder"])
-    interpret.install()
+    triton_launches.install()
     frozen.keep()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]

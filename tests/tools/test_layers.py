@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,22 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def packages_imported(path: Path) -> set[str]:
+def imported(path: Path) -> set[str]:
+    """The names of modules, and of what is imported from them, also in functions."""
     found = set()
+    parents = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
-    return found & set(PACKAGES)
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = parents[: len(parents) + 1 - node.level] if node.level else ()
+            module = ".".join((*above, *filter(None, [node.module])))
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def packages_imported(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imported(path)} & set(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -39,6 +48,19 @@ def test_a_package_imports_only_lower_layers(package: str) -> None:
         for other in packages_imported(path) & above
     }
     assert up - ALLOWED == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in sources(package)
+    }
+    below = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
 
 
 def test_a_long_file_says_why() -> None:

@@ -5,9 +5,9 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-from vgpu import interpret
+from vgpu import triton_launches
 
-interpret.install()
+triton_launches.install()
 # The one that this hides.
 _paths = [path for path in sys.path if Path(path) != Path(__file__).parent]
 _spec = PathFinder.find_spec(__name__, _paths)

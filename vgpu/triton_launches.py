@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .errors import IllegalAddress
+
 JIT = "triton.runtime.jit"
 ILLEGAL_ADDRESS, LAUNCH_FAILED = 700, 719
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -29,11 +31,6 @@ _patterns: list[str] = []
 _lock = threading.RLock()
 _launches: dict[int, _Launch] = {}
 _numbers = itertools.count(1)
-
-
-class IllegalAddress(RuntimeError):
-    def __init__(self) -> None:
-        super().__init__("an illegal memory access was encountered")
 
 
 def install() -> None:
@@ -98,11 +95,11 @@ def _adapt(jit: Any) -> None:
                 launch.leave()
 
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        from . import interpreted
+        from . import triton_interpreter as interpreter
 
-        if not interpreted.language.entered:
+        if not interpreter.language.entered:
             return refuse(self, *arguments, **options)
-        return interpreted.rewritten(self.fn)(*arguments, **options)
+        return interpreter.rewritten(self.fn)(*arguments, **options)
 
     function.run, function.__call__ = run, call
 
@@ -121,13 +118,13 @@ class _Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any]
     ) -> None:
-        from . import interpreted
+        from . import triton_interpreter as interpreter
 
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         constants = {kernel.params[i].name for i in kernel.constexprs}
-        with interpreted.language:
+        with interpreter.language:
             self.values = {
-                name: value if name in constants else interpreted.argument(value)
+                name: value if name in constants else interpreter.argument(value)
                 for name, value in values.items()
             }
         self.done = self.left = False
@@ -144,10 +141,10 @@ class _Launch:
             del _launches[self.number]
 
     def compute(self) -> None:
-        from . import interpreted
+        from . import triton_interpreter as interpreter
 
-        with _lock, interpreted.language:
-            interpreted.compute(self.kernel.fn, self.grid, self.values)
+        with _lock, interpreter.language:
+            interpreter.compute(self.kernel.fn, self.grid, self.values)
 
 
 def _compute_next(function: Any, number: int | None) -> bool:

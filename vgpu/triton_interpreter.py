@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from .interpret import IllegalAddress
+from .errors import IllegalAddress
 from .launch import library
 
 # ---- the device's memory
