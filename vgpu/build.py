@@ -358,7 +358,7 @@ def _stubs_source(stubs: list[str], versions: list[tuple[str, int, str]]) -> str
 def write_stubs(
     folder: Path, stubs: list[str], versions: list[tuple[str, int, str]]
 ) -> list[Path]:
-    """Writes what is generated, each file in the folder of its floor."""
+    """Writes what is generated, each file in the folder of its layer."""
     files = {
         folder / "state" / "names.c": _names_source(stubs),
         folder / "sources" / "stubs.c": _stubs_source(stubs, versions),

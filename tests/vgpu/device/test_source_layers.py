@@ -73,7 +73,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 
 
 def through_table(source: Path) -> set[str]:
-    """The driver's calls that it makes by pointer, under each name that they may have."""
+    """The driver's calls that it makes by pointer, under each of their names."""
     calls = re.findall(r"\bdriver\(\)->(\w+)", source.read_text())
     return {call + suffix for call in calls for suffix in ("", "_v2", "_v3", "_v4")}
 
