@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.result import read_result
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
 from scripts.release import Base
@@ -243,8 +244,8 @@ def follow(
             for line in process.stdout:
                 if line.startswith("PHASE "):
                     progress(f"{label}: {line[6:].strip()}", began)
-                elif line.startswith("RESULT "):
-                    told = json.loads(line.removeprefix("RESULT "))
+                elif (result := read_result(line)) is not None:
+                    told = result
                 else:
                     log.write(line)
         except BaseException:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.result import read_result
 from bench.scenarios.slice_allocates import ALLOCATORS, OUT_OF_MEMORY, WAYS
 from bench.virtual import HOOKS, SITES, environment_of
 from scripts import caches
@@ -123,9 +124,9 @@ def below(
             cwd=folder, env=os.environ | environment, capture_output=True, text=True,
             errors="replace", timeout=600,
         )  # fmt: skip
-    lines = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    if lines:
-        return dict(json.loads(lines[-1].removeprefix("RESULT ")))
+    for line in reversed(done.stdout.splitlines()):
+        if (result := read_result(line)) is not None:
+            return result
     print(done.stderr[-1500:], file=sys.stderr)
     return {"ended": f"no result, status {done.returncode}"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
+from bench.scenarios.result import read_result
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
 from scripts.release import Base
@@ -95,9 +95,9 @@ def results(
             assert process.stdout
             none = True
             for line in process.stdout:
-                if line.startswith("RESULT "):
+                if (result := read_result(line)) is not None:
                     none = False
-                    yield json.loads(line.removeprefix("RESULT "))
+                    yield result
         if none:
             log.seek(0)
             said = log.read()[-2000:]

@@ -8,11 +8,12 @@ warm-up, profiling, capture and serving, of both model runners.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from bench.scenarios.wrap import after, wrap
 
 # All that makes a worker run kernels.
 CALLS = (
@@ -32,18 +33,10 @@ def install() -> None:
     """Watch each worker that is made in this process from now on."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    init_device = WorkerWrapperBase.init_device
-
-    @functools.wraps(init_device)
-    def watching(self: Any) -> Any:
-        result = init_device(self)
-        _watch()
-        return result
-
-    WorkerWrapperBase.init_device = watching
+    after(WorkerWrapperBase, "init_device", _watch)
 
 
-def _watch() -> None:
+def _watch(*_: Any) -> None:
     """Watch what the worker has imported. An import of our own may take memory."""
     for name, watch in WATCHED.items():
         module = sys.modules.get(f"vllm.v1.worker.{name}")
@@ -54,12 +47,12 @@ def _watch() -> None:
 
 def _watch_worker(module: Any) -> None:
     for name in CALLS:
-        _wrap(module.Worker, name, _as_current)
+        wrap(module.Worker, name, _as_current)
 
 
 def _watch_dummy_context(module: Any) -> None:
     if hasattr(module, "set_dummy_context"):  # not in 0.26.0
-        _wrap(module, "set_dummy_context", _checked(_of_dummy_context))
+        wrap(module, "set_dummy_context", _checked(_of_dummy_context))
 
 
 def _of_all_groups(
@@ -76,12 +69,7 @@ def _of_dummy_context(
     return (num_kv_blocks - 1,)  # the last one; computed on the device
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    setattr(owner, name, wrapper(getattr(owner, name)))
-
-
 def _as_current(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
     def calling(worker: Any, *arguments: Any, **options: Any) -> Any:
         before = getattr(_current, "worker", None)
         _current.worker = worker
@@ -99,7 +87,6 @@ def _checked(
     """Check the blocks that a call names."""
 
     def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
         def checking(*arguments: Any, **options: Any) -> Any:
             last = max(named(*arguments, **options), default=-1)
             blocks = num_blocks(_current.worker)
@@ -113,13 +100,13 @@ def _checked(
 
 WATCHED: dict[str, Callable[[Any], None]] = {
     "gpu_worker": _watch_worker,
-    "block_table": lambda module: _wrap(
+    "block_table": lambda module: wrap(
         module.BlockTable, "append_row", _checked(lambda _, ids, row: ids)
     ),
-    "gpu.block_table": lambda module: _wrap(
+    "gpu.block_table": lambda module: wrap(
         module.BlockTables, "append_block_ids", _checked(_of_all_groups)
     ),
-    "utils": lambda module: _wrap(
+    "utils": lambda module: wrap(
         module.KVBlockZeroer, "zero_block_ids", _checked(lambda _, ids: ids)
     ),
     "gpu.cudagraph_utils": _watch_dummy_context,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from bench.scenarios.wrap import after, before
 
 PHASES = (
     "init_device",
@@ -96,7 +98,7 @@ def record_reported(result: dict[str, Any]) -> None:
 
     from bench.scenarios import device
 
-    def record() -> None:
+    def record(*_: Any) -> None:
         result["used_at_report"] = device.process_used()
 
     before(StartupMemoryReport, "table", record)
@@ -192,13 +194,13 @@ def hold_for_a_moment(when: str, size: int) -> None:
 
     held: list[int] = []
 
-    def take() -> None:
+    def take(*_: Any) -> None:
         if not held:
             free = torch.cuda.mem_get_info()[0]
             held.append(size if size > 0 else free + size)
             device.other_process(held[0])
 
-    def release() -> None:
+    def release(*_: Any) -> None:
         if held:
             device.other_process(-held.pop())
 
@@ -227,24 +229,3 @@ def hold_for_a_moment(when: str, size: int) -> None:
     else:
         after(Worker, "_compile_or_warm_up_model", take)
         after(Worker, "compile_or_warm_up_model", release)
-
-
-def after(owner: Any, name: str, action: Callable[[], None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
-        action()
-        return result
-
-    setattr(owner, name, wrapped)
-
-
-def before(owner: Any, name: str, action: Callable[[], None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        action()
-        return original(*args, **options)
-
-    setattr(owner, name, wrapped)

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 from vllm.v1.worker.gpu_worker import Worker
 
+from bench.scenarios.wrap import after, before
 from vgpu import control
 
 # In the order in which they begin.
@@ -58,25 +59,21 @@ class Rank:
 def note_what_is_held() -> None:
     """Record what a rank holds before its share of the device is decided: its context
     and communicators."""
-    init_device = Worker.init_device
 
-    def noting(worker: Worker) -> None:
-        init_device(worker)
+    def note(worker: Worker) -> None:
         worker.held_before = control.process_used(worker.device.index)
 
-    Worker.init_device = noting
+    after(Worker, "init_device", note)
 
 
 def fail(rank: int, phase: str, how: str, when: str) -> None:
     """Make a phase of one rank fail, and note when."""
     workers: list[Worker] = []  # of this process; one
-    make = Worker.__init__
 
-    def making(worker: Worker, *arguments: Any, **options: Any) -> None:
+    def making(worker: Worker, *_: Any) -> None:
         workers.append(worker)
-        make(worker, *arguments, **options)
 
-    def at_rank() -> None:
+    def at_rank(*_: Any) -> None:
         (worker,) = workers
         config = worker.parallel_config
         own = config.data_parallel_index * config.world_size + worker.rank
@@ -91,17 +88,10 @@ def fail(rank: int, phase: str, how: str, when: str) -> None:
         else:
             raise RuntimeError(f"rank {rank} fails in {phase}")
 
-    def failing(method: Any) -> Any:
-        def begin(*arguments: Any, **options: Any) -> Any:
-            at_rank()
-            return method(*arguments, **options)
-
-        return begin
-
-    Worker.__init__ = making
+    before(Worker, "__init__", making)
     owners, name = PHASES[phase]
     for owner in owners:
-        setattr(owner, name, failing(getattr(owner, name)))
+        before(owner, name, at_rank)
 
 
 note_what_is_held()

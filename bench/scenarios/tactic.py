@@ -11,6 +11,8 @@ import os
 import tempfile
 from typing import Any
 
+from bench.scenarios.wrap import after
+
 
 def add(result: dict[str, Any], transient: int = 0, kept: int = 0) -> None:
     """Let each model that is loaded from here on ask the autotuner for a tactic.
@@ -58,10 +60,7 @@ def add(result: dict[str, Any], transient: int = 0, kept: int = 0) -> None:
         chosen, tactic = tuner.choose_one("stand_in", [runner], TuningConfig(), tensors)
         chosen(tensors, tactic=tactic)
 
-    load = Worker.load_model
-
-    def load_model(worker: Any, **options: Any) -> None:
-        load(worker, **options)
+    def ask(worker: Any) -> None:
         norm = next(
             module
             for name, module in worker.model_runner.get_model().named_modules()
@@ -69,4 +68,4 @@ def add(result: dict[str, Any], transient: int = 0, kept: int = 0) -> None:
         )
         norm.register_forward_pre_hook(operation)
 
-    Worker.load_model = load_model
+    after(Worker, "load_model", ask)

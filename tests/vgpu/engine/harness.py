@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.result import read_result
 from bench.scenarios.starts import IMPORTED
 from scripts import caches as caches_of_runs
 from vgpu import config, launch
@@ -89,11 +90,11 @@ def run(
                 stdin=subprocess.DEVNULL, stdout=to, stderr=errors_to,
             )  # fmt: skip
     stdout, stderr = (file.read_text(errors="replace") for file in (out, error))
-    lines = [s for s in stdout.splitlines() if s.startswith("RESULT ")]
-    assert lines, stdout[-3000:] + stderr[-3000:]
-    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    result: dict[str, Any] = results[-1]
-    return result | {"every": results, "stdout": stdout, "stderr": stderr}
+    results = [
+        r for line in stdout.splitlines() if (r := read_result(line)) is not None
+    ]
+    assert results, stdout[-3000:] + stderr[-3000:]
+    return results[-1] | {"every": results, "stdout": stdout, "stderr": stderr}
 
 
 def environment_of(vllm: str, caches: Path) -> dict[str, str]:
