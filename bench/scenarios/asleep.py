@@ -16,156 +16,178 @@ import sys
 import threading
 from typing import Any
 
+import torch
+from vllm.device_allocator.cumem import CuMemAllocator
+
+from bench.scenarios.result import print_result
+from vgpu import control
+
 MIB = 2**20
 # Not cuMemUnmap: memory that a free cannot unmap is lost.
 SLEEP_CALLS = ("cuMemcpyDtoH", "cudaHostRegister", "cuCtxGetCurrent")
 WAKE_CALLS = ("cuMemcpyHtoD", "cuMemCreate", "cuMemMap", "cuMemSetAccess")
+COUNTED = "slept woken refused freed trained captured replayed lost"
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
-    import torch
-    from vllm.device_allocator.cumem import CuMemAllocator
+class Sleeper:
+    """The allocator, its tensors, and the trainer that may free them at any time."""
 
-    from vgpu import control
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.case = case
+        self.rng = random.Random(case["seed"])
+        torch.cuda.mem_get_info()  # a context
+        self.allocator = CuMemAllocator.get_instance()
+        self.released = watch_context()
+        self.tensors: list[tuple[torch.Tensor, int]] = []  # shared, with `lock`
+        self.lock = threading.Lock()
+        # Held while a graph is captured, as CUDA requires.
+        self.quiet = threading.Lock()
+        self.done = threading.Event()
+        self.count = dict.fromkeys(COUNTED.split(), 0)
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
 
-    rng = random.Random(case["seed"])
-    torch.cuda.mem_get_info()  # a context
-    allocator = CuMemAllocator.get_instance()
-    released = control.inject("cuDevicePrimaryCtxRelease*", times=10**6)
-    gc.freeze()
-    # Shared with the trainer: what it may free at any time.
-    mine: list[tuple[torch.Tensor, int]] = []
-    lock = threading.Lock()
-    quiet = threading.Lock()  # held while a graph is captured, as CUDA requires
-    done = threading.Event()
-    names = "slept woken refused freed trained captured replayed lost"
-    count = dict.fromkeys(names.split(), 0)
-    graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
-    errors: list[str] = []
+    # ---- the trainer, in a thread of its own
 
-    def trainer() -> None:
-        rng = random.Random(case["seed"] + 1)
-        while not done.is_set():
-            with quiet:
-                train(rng)
+    def train(self) -> None:
+        rng = random.Random(self.case["seed"] + 1)
+        while not self.done.is_set():
+            with self.quiet:
+                self.train_once(rng)
 
-    def train(rng: random.Random) -> None:
-        try:
-            held = torch.empty(rng.randrange(1, 64) * MIB // 2, dtype=torch.uint8,
-                                   device="cuda")  # fmt: skip
-            del held
-        except torch.OutOfMemoryError:
-            pass
-        with lock:
-            if len(mine) > 2 and rng.random() < 0.5:
-                del mine[rng.randrange(len(mine))]
-                count["freed"] += 1
+    def train_once(self, rng: random.Random) -> None:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            size = rng.randrange(1, 64) * MIB // 2
+            torch.empty(size, dtype=torch.uint8, device="cuda")
+        with self.lock:
+            if len(self.tensors) > 2 and rng.random() < 0.5:
+                del self.tensors[rng.randrange(len(self.tensors))]
+                self.count["freed"] += 1
         torch.cuda.empty_cache()
-        count["trained"] += 1
+        self.count["trained"] += 1
 
-    def fail(calls: tuple[str, ...]) -> Any:
-        if case["fail"] and rng.random() < 0.5:
-            return control.inject(rng.choice(calls), nth=rng.randrange(6))
-        return None
+    # ---- calls of the driver that fail
 
-    def clear() -> None:
-        nonlocal released
-        fired = released.fired
-        control.clear_injections()
-        released = control.inject("cuDevicePrimaryCtxRelease*", times=10**6)
-        assert not fired, f"the primary context was released {fired} times"
+    def fail(self, calls: tuple[str, ...]) -> None:
+        if self.case["fail"] and self.rng.random() < 0.5:
+            control.inject(self.rng.choice(calls), nth=self.rng.randrange(6))
 
-    def attempt(call: Any, *args: Any) -> bool:
+    def attempt(self, call: Any, *args: Any) -> bool:
+        """Whether it succeeds; no call fails after it."""
         try:
             call(*args)
             return True
         except RuntimeError as error:
             assert "out of memory" in str(error).lower(), error
-            count["refused"] += 1
+            self.count["refused"] += 1
             return False
+        finally:
+            fired = self.released.fired
+            control.clear_injections()
+            self.released = watch_context()
+            assert not fired, f"the primary context was released {fired} times"
 
-    def capture() -> None:
+    # ---- a cycle
+
+    def cycle(self) -> None:
+        for _ in range(3):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self.load(self.rng.randrange(256))
+        if self.case.get("capture") and self.rng.random() < 0.3:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self.capture()
+        self.fail(SLEEP_CALLS)
+        self.count["slept"] += self.attempt(self.allocator.sleep, "weights")
+        self.fail(WAKE_CALLS)
+        # It may not fit beside the trainer at this moment: the next call works.
+        while not self.attempt(self.allocator.wake_up):
+            pass
+        self.count["woken"] += 1
+        for graph, _ in self.graphs:
+            graph.replay()
+            self.count["replayed"] += 1
+        self.read()
+
+    def load(self, number: int) -> None:
+        with self.allocator.use_memory_pool("weights"):
+            size = self.rng.choice([1, 12, 24]) * MIB
+            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+            content = torch.tensor([number], dtype=torch.uint8)
+            tensor[:1].copy_(content)
+            tensor[-1:].copy_(content)
+        with self.lock:
+            self.tensors.append((tensor, number))
+
+    def capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         with (
-            quiet,
-            allocator.cudagraph_pool() as pool,
+            self.quiet,
+            self.allocator.cudagraph_pool() as pool,
             torch.cuda.graph(graph, pool=pool),
         ):
             held = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
-            with allocator.use_memory_pool("workspace"):
-                size = rng.choice([1, 4, 24]) * MIB // 2
+            with self.allocator.use_memory_pool("workspace"):
+                size = self.rng.choice([1, 4, 24]) * MIB // 2
                 work = torch.zeros(size, dtype=torch.uint8, device="cuda")
             work[:1].add_(held[:1])
-        graphs.append((graph, work))
-        count["captured"] += 1
+        self.graphs.append((graph, work))
+        self.count["captured"] += 1
 
-    def replay() -> None:
-        for graph, _ in graphs:
-            graph.replay()
-            count["replayed"] += 1
+    def read(self) -> None:
+        """Counts the tensors whose contents are lost."""
+        with self.lock:
+            kept = list(self.tensors)
+        for tensor, number in kept:
+            ends = torch.stack((tensor[0].cpu(), tensor[-1].cpu())).tolist()
+            self.count["lost"] += ends != [number] * 2
 
-    other = threading.Thread(target=trainer)
+    def free(self) -> None:
+        with self.lock:
+            self.tensors.clear()
+        with self.quiet:  # what was captured is freed
+            self.graphs.clear()
+            self.allocator.release_pools()
+
+
+def watch_context() -> Any:
+    return control.inject("cuDevicePrimaryCtxRelease*", times=10**6)
+
+
+def run(sleeper: Sleeper, cycles: int) -> str:
+    """How it ended."""
+    trainer = threading.Thread(target=sleeper.train)
+    trainer.start()
     try:
-        other.start()
-        for cycle in range(case["cycles"]):
-            for _ in range(3):
-                number = rng.randrange(256)
-                try:
-                    with allocator.use_memory_pool("weights"):
-                        size = rng.choice([1, 12, 24]) * MIB
-                        tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
-                        content = torch.tensor([number], dtype=torch.uint8)
-                        tensor[:1].copy_(content)
-                        tensor[-1:].copy_(content)
-                except torch.OutOfMemoryError:
-                    continue
-                with lock:
-                    mine.append((tensor, number))
-                del tensor
-            if case.get("capture") and rng.random() < 0.3:
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    capture()
-            fail(SLEEP_CALLS)
-            count["slept"] += attempt(allocator.sleep, "weights")
-            clear()
-            fail(WAKE_CALLS)
-            woken = attempt(allocator.wake_up)
-            clear()
-            # It may not fit beside the trainer at this moment: the next call works.
-            while not woken:
-                woken = attempt(allocator.wake_up)
-            count["woken"] += 1
-            replay()
-            with lock:
-                kept = list(mine)
-            for tensor, number in kept:
-                ends = torch.stack((tensor[0].cpu(), tensor[-1].cpu())).tolist()
-                count["lost"] += ends != [number] * 2
-            del kept, tensor
+        for cycle in range(cycles):
+            sleeper.cycle()
             if cycle % 10 == 9:
-                with lock:
-                    mine.clear()
-                with quiet:  # what was captured is freed
-                    graphs.clear()
-                    allocator.release_pools()
+                sleeper.free()
+        return "finished"
     except BaseException as error:
-        errors.append(f"{type(error).__name__}: {error}"[:500])
+        return f"{type(error).__name__}: {error}"[:500]
     finally:
-        done.set()
-        other.join()
-    mine.clear()
-    graphs.clear()
-    errors or allocator.release_pools()
+        sleeper.done.set()
+        trainer.join()
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    sleeper = Sleeper(case)
+    gc.freeze()
+    outcome = run(sleeper, case["cycles"])
+    if outcome == "finished":
+        sleeper.free()
+    sleeper.tensors.clear()
+    sleeper.graphs.clear()
     gc.collect()
-    errors or torch.cuda.empty_cache()
-    result = count | {
-        "outcome": "finished" if not errors else errors[0],
-        "records": len(allocator.pointer_to_data),
+    if outcome == "finished":
+        torch.cuda.empty_cache()
+    result = sleeper.count | {
+        "outcome": outcome,
+        "records": len(sleeper.allocator.pointer_to_data),
         "left": control.used(),
         "pinned": control.pinned(),
     }
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":
