@@ -1,1 +1,1 @@
-"""Measurements and predictions on the virtual device, official beside ours."""
+"""Measurements and predictions on the virtual device, stock and patched."""

@@ -1,5 +1,5 @@
-"""Start engines in three ways: the release, ours with an estimate of CUDA graphs, and
-ours with a KV cache that is extended after they are captured
+"""Start engines in three ways: stock, patched with an estimate of CUDA graphs, and
+patched with a KV cache that is extended after they are captured
 (--enable-extensible-kv-cache). Compared are the KV cache, what is left of the request,
 and the processor time of a start without Triton's autotuning, which lasts a fixed time.
 Prints a Markdown table; every start is a process on a virtual device (bench/scenarios),

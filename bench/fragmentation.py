@@ -1,7 +1,7 @@
-"""Loads in exactly what was requested, on the virtual device: official and ours.
+"""Loads in exactly the budget, on the virtual device: stock and patched.
 
-Another process holds all else. Ours has what it sets aside for fragmentation by
-default; --buffers tells what each load needs instead. The table says how many die, in
+Another process holds all else. Patched has its default reserve for fragmentation;
+--buffers measures the need of each load instead. The table says how many die, in
 how many steps PyTorch gives back pages to go on, and how many, as the device counts.
 
 With --alone nobody holds anything: what the process holds in the end and at most, and

@@ -1,11 +1,10 @@
-"""Loads in the sleep-mode pool, official and ours in turn, on the virtual device.
+"""Loads in the sleep-mode pool, stock and patched in turn, on the virtual device.
 
 For each case of sleep_load.py, the table has
 
 - the most that the device lends, as a multiple of the most that tensors hold, on a
   device of 1.05 times the latter;
-- the time of the load, as a multiple of the official one's, on a device with memory to
-  spare.
+- the time of the load, as a multiple of stock's, on a device with memory to spare.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Start engines of many kinds, unpatched beside patched. The goal: wherever the release
-starts within its request, ours starts too, with a KV cache of the same size.
+"""Start engines of many kinds, stock and patched. The goal: wherever stock starts
+within its budget, patched starts as well, with a KV cache of the same size.
 
 Prints a Markdown table. Every start is a process on a virtual device, forked from one
 that has imported vLLM (bench/scenarios). They find warm caches of compiled
@@ -256,7 +256,7 @@ class Row:
 
     @property
     def fewer(self) -> int:
-        """Bytes of KV cache that the release has and ours has not."""
+        """Bytes by which the patched KV cache is smaller."""
         both = self.started("official") and self.started("envelope")
         return self.official["kv"] - self.envelope["kv"] if both else 0
 
@@ -276,7 +276,7 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
     def to_change(self) -> str:
-        """The change of flags with which ours has the KV cache of the release."""
+        """The change of flags with which patched has the KV cache of stock."""
         if not self.started("envelope"):
             return f"refused: {self.envelope.get('error', '')[:300]}"
         more = math.ceil(1000 * self.fewer / MEMORY) / 1000
@@ -290,7 +290,7 @@ class Row:
 def summary(rows: list[Row]) -> Iterator[str]:
     """Rows of a model and runner, in one.
 
-    "left" is what ours never took of its request, full batches included.
+    "left" is the part of its budget that patched never took, full batches included.
     """
     one = "| start | exceed the budget | fail a full batch "
     told = "| KV cache smaller by, MiB | left, MiB |"

@@ -1,4 +1,4 @@
-"""Start engines at many utilizations, unpatched beside patched: the peak of each start
+"""Start engines at many utilizations, stock and patched: the peak of each start
 by what it requested, and its estimate of CUDA graphs.
 
 Prints a Markdown table; --picture writes the same as SVG. Every start is a process on

@@ -1,5 +1,5 @@
-"""Processor time of a start, ours by the release's, in pairs: with the estimate of CUDA
-graphs, and with a KV cache that is extended after they are captured.
+"""Processor time of a start, patched relative to stock, in pairs: with the estimate of
+CUDA graphs, and with a KV cache that is extended after they are captured.
 
 Prints a Markdown table: the median of the ratios of the pairs, and their quartiles.
 Every start is a process on a virtual device, with full CUDA graphs, forked from one

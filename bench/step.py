@@ -1,10 +1,10 @@
-"""What a step costs the host, ours beside the release, on the virtual device.
+"""The host's time for a step, stock and patched, on the virtual device.
 
 Kernels take no time there, so this is the host's part alone. A step of a worker is two
-calls, execute_model and sample_tokens, around each of which ours sets what PyTorch may
-do, and puts it back. Prints a Markdown table: processor time of a step that decodes 16
-sequences with CUDA graphs, the least of rounds in turn, and what those settings take of
-it. Rounds differ by more than the settings take, on a machine that does anything else;
+calls, execute_model and sample_tokens, around each of which the patches set and
+restore PyTorch's limits. Prints a Markdown table: processor time of a step that decodes
+16 sequences with CUDA graphs, the least of rounds in turn, and the settings' part.
+Rounds differ by more than the settings take, on a machine that does anything else;
 the calls of Python and C do not.
 """
 

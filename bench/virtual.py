@@ -1,4 +1,4 @@
-"""Scenarios run with the official or the patched vLLM on a virtual device."""
+"""Scenarios run with stock or patched vLLM on a virtual device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def recorded(root: Path) -> str:
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:
-    """The interpreter that has the official vLLM, and the folder of ours to put before
-    it.
+    """The interpreter that has stock vLLM, and the folder of the patched one to put
+    before it.
 
     Raises:
         Problem: they have not been made.

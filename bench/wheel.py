@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
     official = fetch(base.wheel(arch), base.version)
     fetch(base.sdist, base.version)
     make = ["make", "-s", "-C", str(base.root), "wheel", f"BASE={base.version}"]
-    print(f"official wheel: {official.stat().st_size / 2**20:.1f} MiB")
+    print(f"stock wheel: {official.stat().st_size / 2**20:.1f} MiB")
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     with scratch(base.root / "build", "bench") as aside:
         base.tree.rename(aside / "vllm")

@@ -36,7 +36,7 @@ LOADS = {
     "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
 }
 V2 = {"v2": True}
-# Half of the device, as the utilization. The official release has no such option.
+# Half of the device, as the utilization. Stock vLLM has no such option.
 LIMIT = {"gpu_memory_limit_bytes": 24 << 30}
 LONG_CONTEXT = {
     "max_model_len": 32768,

@@ -91,7 +91,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     arguments = start.ENGINE | arguments | case["llm"]
     compute_on_host(models.MODELS[case["model"]], arguments)
-    if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # the official release
+    if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # stock
         arguments.pop("gpu_memory_limit_bytes", None)
     llm = LLM(models.write(case["model"], folder / "model"), **arguments)
     engine = llm.llm_engine

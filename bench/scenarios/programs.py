@@ -7,7 +7,7 @@ without. A program is killed if it fails in the first alone, saved if in the sec
 alone; those killed run without any pool too, as without sleep mode.
 
 With "only", the index of one of the programs, that one runs in use_memory_pool() alone,
-as it must in the official release, where nothing can be allocated after a failure.
+as it must in stock vLLM, where nothing can be allocated after a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Program:
     """Steps: a name and bytes to allocate, a name and 0 to free; ("", weights) ends a
     module of that many bytes of weights. Names that begin with "outside" are allocated
     before the pool is entered. In the pool, each begins with a small tensor that stays,
-    as models have: ours holds a segment for small ones in any case."""
+    as models have: the patched pool holds a segment for small ones in any case."""
 
     memory: int
     steps: list[tuple[str, int]] = field(default_factory=list)

@@ -54,13 +54,13 @@ def main() -> None:
             del kept
         return 0
 
-    result: dict[str, dict[str, int]] = {"held": {}, "ours": {}}
+    result: dict[str, dict[str, int]] = {"held": {}, "pool": {}}
     for row, sizes in ROWS.items():
         with held_pool():
             result["held"][row] = idle_after_failing(sizes)
         torch.cuda.empty_cache()
         with allocator.use_memory_pool("weights"):
-            result["ours"][row] = idle_after_failing(sizes)
+            result["pool"][row] = idle_after_failing(sizes)
         torch.cuda.empty_cache()
     print("RESULT " + json.dumps(result), flush=True)
 

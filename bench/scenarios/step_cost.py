@@ -1,4 +1,4 @@
-"""Processor time of decoding, and of what ours does around each step of a worker.
+"""Processor time of decoding, and of the patches around each step of a worker.
 
 The argument is that of start.py, with "rounds" of 200 steps of 16 sequences. Every
 round prints its milliseconds a step; the last line has the "calls" of Python and C a

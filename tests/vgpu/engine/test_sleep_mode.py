@@ -143,7 +143,7 @@ def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
     device = {"memory": "3000MiB"}
     result = run("segments", {}, vllm="envelope", device=device, folder=tmp_path)
     assert list(result["held"].values()) == [0, 0, 960, 900, 900]
-    assert list(result["ours"].values()) == [0, 0, 0, 0, 0]
+    assert list(result["pool"].values()) == [0, 0, 0, 0, 0]
 
 
 PROGRAMS = [
