@@ -9,7 +9,6 @@ and ends with "RESULT" and one JSON object; sizes in bytes.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import io
 import json
@@ -21,23 +20,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.plan_watch import watch
 from bench.scenarios.on_the_host import (
     index_chunks_on_host,
     inspect_models_here,
     own_process,
 )
 
-PHASES = {
-    "init_device": "device",
-    "load_model": "weights",
-    "determine_available_memory": "profiling",
-    "initialize_from_config": "KV cache",
-    "compile_or_warm_up_model": "warming up",
-}
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -130,189 +123,6 @@ def parse(flags: list[str]) -> Any:
     return arguments
 
 
-def watch(result: dict[str, Any], told: Path) -> None:
-    """Note what the first worker measures while it starts. Of several ranks it is a
-    process of its own, and writes that to a file."""
-    from vllm.v1.worker import gpu_worker
-
-    worker_class = gpu_worker.Worker
-
-    def begin(name: str, after: Callable[[Any, Any], None] | None) -> None:
-        method = getattr(worker_class, name)
-
-        def phase(worker: Any, *args: Any, **options: Any) -> Any:
-            if worker.rank > 0:
-                return method(worker, *args, **options)
-            print(f"PHASE {PHASES[name]}", flush=True)
-            result["phase"] = PHASES[name]
-            try:
-                done = method(worker, *args, **options)
-            except Exception as error:
-                if name == "load_model":
-                    result.update(weights_of(worker.vllm_config, error))
-                if worker.parallel_config.world_size > 1:
-                    told.write_text(json.dumps(result))
-                raise
-            if after is not None:
-                after(worker, done)
-            if worker.parallel_config.world_size > 1:
-                told.write_text(json.dumps(result | {"outcome": "started"}))
-            return done
-
-        setattr(worker_class, name, phase)
-
-    def device(worker: Any, _: Any) -> None:
-        now = worker.init_snapshot
-        config = worker.vllm_config
-        result["total"] = now.total_memory
-        result["free"] = now.free_memory
-        result["non_torch_before"] = now.non_torch_memory
-        result["requested"] = int(worker.requested_memory)
-        result["max_model_len"] = config.model_config.max_model_len
-        result["max_num_seqs"] = config.scheduler_config.max_num_seqs
-        result["max_num_batched_tokens"] = (
-            config.scheduler_config.max_num_batched_tokens
-        )
-        result["v2"] = bool(getattr(worker, "use_v2_model_runner", False))
-        result["device"] = str(worker.device)
-
-    def loaded(worker: Any, _: Any) -> None:
-        result["weights"] = int(worker.model_runner.model_memory_usage)
-        result["weights_fp8"] = in_eight_bits(worker.get_model())
-        result["attention"] = backends(worker)
-
-    profiles: list[Any] = []
-
-    def profiled(worker: Any, available: Any) -> None:
-        result["kv_available"] = int(available)
-        for profile in profiles[:1]:  # none with --kv-cache-memory-bytes
-            # The worker may have corrected it since it was measured.
-            result["activations"] = int(profile.torch_peak_increase)
-            result["non_torch"] = int(profile.non_torch_increase)
-            after = profile.after_profile
-            held = getattr(after, "torch_allocated", None)  # not before 0.23
-            peak = result["activations"]
-            if held is not None:
-                peak = after.torch_peak - held
-            result["peak_activations"] = int(peak)
-        result["graphs_estimated"] = int(
-            getattr(worker, "cudagraph_memory_estimate", 0)
-        )
-
-    def allocated(worker: Any, _: Any) -> None:
-        kv = worker.model_runner.kv_cache_config
-        sizes = [tensor.size for tensor in kv.kv_cache_tensors]
-        # Since 0.31.0 all lie in one allocation, of which each tells the size.
-        shared = any(hasattr(tensor, "layers") for tensor in kv.kv_cache_tensors)
-        result["kv_cache"] = max(sizes) if shared else sum(sizes)
-        result["blocks"] = kv.num_blocks
-
-    def ready(worker: Any, _: Any) -> None:
-        result.update(account(worker.init_snapshot, result))
-        if "VGPU_RUN" in os.environ:
-            from vgpu import control
-
-            result["peak"] = control.process_peak(worker.device.index)
-
-    after = {
-        "init_device": device,
-        "load_model": loaded,
-        "determine_available_memory": profiled,
-        "initialize_from_config": allocated,
-        "compile_or_warm_up_model": ready,
-    }
-    for name in PHASES:
-        begin(name, after.get(name))
-
-    profiling = gpu_worker.memory_profiling
-
-    @contextlib.contextmanager
-    def measured(*args: Any, **options: Any) -> Iterator[Any]:
-        with profiling(*args, **options) as profile:
-            profiles.append(profile)
-            yield profile
-
-    gpu_worker.memory_profiling = measured
-    with contextlib.suppress(ImportError):  # ours has a module for it
-        from vllm.v1.worker import explicit_kv_cache
-
-        explicit_kv_cache.memory_profiling = measured
-    for runner in runners():
-        record_capture(runner, result)
-
-
-def weights_of(config: Any, error: BaseException) -> dict[str, int]:
-    """What the parameters of a model take that did not fit, as they are and in 8 bits;
-    empty: nobody knows."""
-    import torch
-
-    traceback.clear_frames(error.__traceback__)  # they hold what was loaded
-    gc.collect()
-    torch.accelerator.empty_cache()
-    with contextlib.suppress(Exception):
-        from vllm.model_executor.model_loader.utils import initialize_model
-
-        dtype = torch.get_default_dtype()
-        config.compilation_config.static_forward_context.clear()
-        torch.set_default_dtype(config.model_config.dtype)
-        try:
-            with torch.device("meta"):
-                model = initialize_model(vllm_config=config)
-        finally:
-            torch.set_default_dtype(dtype)
-        return {
-            "weights": sum(int(parameter.nbytes) for parameter in model.parameters()),
-            "weights_fp8": in_eight_bits(model),
-        }
-    return {}
-
-
-def in_eight_bits(model: Any) -> int:
-    """Bytes that its parameters take with --quantization fp8, which leaves embeddings,
-    the head and what is no matrix as they are."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        VocabParallelEmbedding,
-    )
-
-    kept = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding)  # the head is one, too
-        for parameter in module.parameters()
-    }
-    return sum(
-        int(parameter.nbytes)
-        if parameter.dim() < 2 or id(parameter) in kept
-        else int(parameter.numel())
-        for parameter in model.parameters()
-    )
-
-
-def account(first: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """Where the memory went, in the form of VLLM_STARTUP_MEMORY_REPORT, which the
-    official release does not have."""
-    import torch
-
-    torch.accelerator.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    consumed = first.free_memory - free
-    torch_consumed = torch.cuda.memory_reserved() - first.torch_memory
-    graphs, graphs_torch = (
-        result.get(key, 0) for key in ("cuda_graphs", "cuda_graphs_torch")
-    )
-    known = result["weights"] + result["kv_cache"] + graphs_torch
-    in_use = {
-        "weights": result["weights"],
-        "kv_cache": result["kv_cache"],
-        "cuda_graphs": graphs,
-        "other_torch": torch_consumed - known,
-        "outside_torch": consumed - torch_consumed - (graphs - graphs_torch),
-    }
-    set_aside = {"peak_activations": result.get("peak_activations", 0)}
-    left = result["requested"] - consumed - sum(set_aside.values())
-    return {"in_use": in_use, "set_aside": set_aside, "left": left}
-
-
 def count_tokens(result: dict[str, Any]) -> None:
     """The engine's own count, from its log: hybrid models share blocks."""
     patterns = {
@@ -328,45 +138,6 @@ def count_tokens(result: dict[str, Any]) -> None:
         return True
 
     logging.getLogger("vllm.v1.core.kv_cache_utils").addFilter(read)
-
-
-def runners() -> Iterator[Any]:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    yield GPUModelRunner
-    with contextlib.suppress(ModuleNotFoundError):
-        yield importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
-
-
-def record_capture(runner: Any, result: dict[str, Any]) -> None:
-    import torch
-
-    capture = runner.capture_model
-
-    def capturing(self: Any, **options: bool) -> int:
-        print("PHASE CUDA graphs", flush=True)
-        torch.accelerator.empty_cache()
-        before = torch.cuda.memory_reserved()
-        taken = int(capture(self, **options) or 0)
-        torch.accelerator.empty_cache()
-        if not options.get("profile_only"):
-            result["cuda_graphs"] = taken
-            result["cuda_graphs_torch"] = min(
-                taken, torch.cuda.memory_reserved() - before
-            )
-        return taken
-
-    runner.capture_model = capturing
-
-
-def backends(worker: Any) -> list[str]:
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    found = set()
-    for layer in layers:
-        if hasattr(layer, "get_attn_backend"):
-            with contextlib.suppress(Exception):
-                found.add(layer.get_attn_backend().get_name())
-    return sorted(found)
 
 
 def sample_without_kernels() -> None:
