@@ -73,8 +73,7 @@ def page(root: Path, text: str) -> str:
     tables[NEEDS] = needs(root, topics, known, [newest, *older])
     tables[SETS] = table_of_sets(root)
     tables[ORDER] = [
-        f"{n}. {name}"
-        for n, name in enumerate(upstream(root).order, start=1)
+        f"{n}. {name}" for n, name in enumerate(upstream(root).order, start=1)
     ]
     return filled(text, tables, PAGE)
 
