@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-starts bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
+  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
   figures tables help
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -135,6 +135,10 @@ bench-first-start: vgpu envelope  ## the first start and the second; ONLY=patter
 
 bench-starts: vgpu envelope  ## starts drawn at random, beside the release; SEED=1 N=10
 	@$(call RUN,bench.random_starts) $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N))
+
+bench-caller: vgpu envelope  ## random programs of a caller, beside the release; SEED=1 N=8 STEPS=1250
+	@$(call RUN,bench.caller) $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) \
+	  $(if $(STEPS),--steps $(STEPS))
 
 bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 	@$(call RUN,bench.suggestion)

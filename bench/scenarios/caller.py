@@ -1,27 +1,35 @@
 """A random program of a process that serves an engine and does other things.
 
-The argument is a JSON object: "v2", "graphs", "seed" and "steps". A step generates
-(with or without logprobs, in this thread, another one or on a stream of the
-caller's), copies with a library that works on CUDA's default stream, writes allocator
-settings that PyTorch accepts or refuses, forks, or allocates, frees and checks tensors.
+The argument is a JSON object: "v2", "graphs", "lora", "sleep" (whether sleep mode is
+enabled), "streams" (whether the engine may be called on a stream of the caller's:
+stock's V2 runner reads tokens there before they are computed), "seed" and "steps".
+
+A step generates (with or without logprobs, of the prompt, too; with adapters or not; in
+this thread, another one or on a stream of the caller's), captures a CUDA graph, while
+the engine generates or not, replays one, copies with a library that works on CUDA's
+default stream, writes allocator settings that PyTorch accepts or refuses, forks,
+allocates, frees and checks tensors, or lets the engine sleep.
 
 Each step leaves a line of the "log": what it did and found, whether the current stream
-is the one before the start, PyTorch's settings (options and text), and its limit.
+is the one before the start, PyTorch's settings (options and text), and its limit. After
+them it generates "on_a_stream" of the caller's, whatever "streams" says.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import random
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios import start
+from bench.scenarios import models, start
 
 SIZE = 1 << 20
 ACCEPTED = (
@@ -41,6 +49,20 @@ REFUSED = (
     "max_split_size_mb:1",
     "expandable_segments:maybe",
 )
+# Not "global": a call of another thread's invalidates such a capture, with stock and
+# patched, and both hang in the next generate.
+CAPTURES = ("thread_local", "relaxed")
+ADAPTERS = 3  # of which the engine holds 2
+
+
+@dataclass
+class Captured:
+    """A graph that copies from the host, through memory of its own."""
+
+    graph: Any
+    source: Any
+    copied: Any
+    result: Any
 
 
 class Program:
@@ -56,9 +78,51 @@ class Program:
         )
         self.driver = ctypes.CDLL("libcuda.so.1")
         asked = {"v2": case["v2"], "graphs": case["graphs"], "caller": True}
-        self.llm = start.engine(asked | {"folder": str(folder)}, {})
+        asked |= {"sleep": int(case["sleep"]), "folder": str(folder / "model")}
+        self.adapters: list[Any] = [None]
+        if case["lora"]:
+            asked["llm"] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+            from vllm.lora.request import LoRARequest
 
-    def generate(self) -> list[int]:
+            paths = models.write_loras("dense", folder, ADAPTERS)
+            self.adapters += [
+                LoRARequest(f"lora{i}", i, path) for i, path in enumerate(paths, 1)
+            ]
+        self.llm = start.engine(asked, {})
+        self.streams = case["streams"]
+        self.count_tokens()
+        self.captured: list[Captured] = []
+        self.actions = [
+            self.generate, self.generate_in_a_thread, self.generate_on_a_stream,
+            self.copy_on_the_default_stream, self.copy_on_the_default_stream,
+            self.set_accepted, self.set_refused, self.fork, self.hold, self.free,
+            self.check, self.capture, self.replay,
+        ]  # fmt: skip
+        if case["sleep"]:
+            self.actions.append(self.sleep_and_wake_up)
+
+    def count_tokens(self) -> None:
+        """Let each token that is sampled be another one: kernels compute none."""
+        import torch
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        kind = type(runner.sampler)
+        name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
+        sample, tokens = getattr(kind, name), itertools.count(7)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            output = sample(*arguments, **options)
+            sampled = output.sampled_token_ids
+            values = [next(tokens) % 30_000 for _ in range(sampled.numel())]
+            counts = torch.tensor(values, dtype=sampled.dtype).view_as(sampled)
+            sampled.copy_(counts.pin_memory(), non_blocking=True)
+            return output
+
+        setattr(kind, name, counted)
+
+    def generate(self) -> list[Any]:
+        """The tokens of each output, and of how many positions there are logprobs."""
         from vllm import SamplingParams
 
         rng = self.rng
@@ -68,10 +132,20 @@ class Program:
         ]
         parameters = SamplingParams(
             max_tokens=rng.randrange(1, 4), detokenize=False, ignore_eos=True,
-            logprobs=rng.choice((None, 3)),
+            logprobs=rng.choice((None, 3)), prompt_logprobs=rng.choice((None, 0, 2)),
         )  # fmt: skip
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        adapters = [rng.choice(self.adapters) for _ in prompts]
+        outputs = self.llm.generate(
+            prompts, parameters, use_tqdm=False, lora_request=adapters
+        )
+        return [
+            [
+                list(output.outputs[0].token_ids),
+                len(output.outputs[0].logprobs or ()),
+                len(output.prompt_logprobs or ()),
+            ]
+            for output in outputs
+        ]
 
     def generate_in_a_thread(self) -> list[Any]:
         import torch
@@ -90,8 +164,75 @@ class Program:
     def generate_on_a_stream(self) -> list[Any]:
         import torch
 
+        stream = self.other if self.streams else self.stream
+        with torch.cuda.stream(stream):
+            return [self.generate(), torch.cuda.current_stream() == stream]
+
+    def capture(self) -> list[Any]:
+        """How a thread's capture ended, and what the engine generated meanwhile."""
+        import torch
+
+        mode = self.rng.choice(CAPTURES)
+        source = torch.zeros(SIZE, dtype=torch.uint8).pin_memory()
+        graph, begun, go = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
+        ended = []
+
+        def run() -> None:
+            try:
+                stream = torch.cuda.Stream()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+                    copied = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+                    copied.copy_(source, non_blocking=True)
+                    begun.set()
+                    go.wait()
+                    result = torch.empty_like(copied)
+                    result.copy_(copied)
+                self.captured.append(Captured(graph, source, copied, result))
+                ended.append("captured")
+            except RuntimeError as error:
+                ended.append(str(error).splitlines()[0])
+            finally:
+                begun.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        begun.wait()
+        generated = self.generate() if self.rng.random() < 0.5 else None
+        go.set()
+        thread.join()
+        return [mode, ended, generated]
+
+    def replay(self) -> list[list[int]]:
+        """Of each graph: the value that it copied, and the one that was meant."""
+        import torch
+
+        found = []
+        for one in self.captured:
+            value = self.rng.randrange(1, 256)
+            one.source.fill_(value)
+            one.graph.replay()
+            torch.cuda.synchronize()
+            found.append([value, int(one.copied[-1]), int(one.result[0])])
+        return found
+
+    def sleep_and_wake_up(self) -> list[Any]:
+        self.llm.sleep(level=1)
+        meanwhile = [self.hold(), self.check(), self.copy_on_the_default_stream()]
+        self.llm.wake_up()
+        return meanwhile
+
+    def three_tokens_on_a_stream(self) -> list[Any]:
+        """Of one prompt, and whether the stream is still the current one."""
+        import torch
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True)
         with torch.cuda.stream(self.other):
-            return [self.generate(), torch.cuda.current_stream() == self.other]
+            (output,) = self.llm.generate(
+                {"prompt_token_ids": [7] * 9}, parameters, use_tqdm=False
+            )
+            is_kept = torch.cuda.current_stream() == self.other
+        return [list(output.outputs[0].token_ids), is_kept]
 
     def copy_on_the_default_stream(self) -> list[int]:
         """Written by PyTorch, read by a library, on what should be one stream."""
@@ -150,6 +291,8 @@ class Program:
     def free(self) -> int:
         while len(self.held) > self.rng.randrange(1, 6):
             self.held.pop(self.rng.randrange(len(self.held)))
+        while len(self.captured) > self.rng.randrange(1, 6):
+            self.captured.pop(self.rng.randrange(len(self.captured)))
         return len(self.held)
 
     def check(self) -> list[bool]:
@@ -165,12 +308,7 @@ class Program:
         ]
 
     def step(self) -> list[Any]:
-        action = self.rng.choice((
-            self.generate, self.generate_in_a_thread, self.generate_on_a_stream,
-            self.copy_on_the_default_stream, self.copy_on_the_default_stream,
-            self.set_accepted, self.set_refused, self.fork, self.hold, self.free,
-            self.check,
-        ))  # fmt: skip
+        action = self.rng.choice(self.actions)
         return [action.__name__, action(), *self.state()]
 
 
@@ -184,7 +322,9 @@ def main() -> None:
         program = Program(case, Path(folder))
         log = [program.state()]
         log += (program.step() for _ in range(case["steps"]))
-        print("RESULT " + json.dumps({"log": log}), flush=True)
+        on_a_stream = program.three_tokens_on_a_stream()
+        result = {"log": log, "on_a_stream": on_a_stream}
+        print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 
 
