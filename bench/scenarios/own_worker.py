@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu_worker import (
     MemoryProfilingResult,
@@ -38,3 +40,9 @@ class ReadsConsumed(Worker):
         available = int(super().determine_available_memory())
         assert self.total_consumed + available <= self.requested_memory
         return available
+
+
+class GoesOnWithItsKVCache(Worker):
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        assert self.model_runner.kv_caches[0].numel() > 0
