@@ -3,8 +3,10 @@
 Drawn are the device, the model and its runner, batches, CUDA graphs, how much memory is
 asked for and in which words, features, and company: a neighbour that holds memory, for
 a moment or for good, hidden from NVML or not, a caller's tensors, a thread that
-allocates. Each engine serves its largest batches while another process holds all that
-was not requested, and no batch may name a block that is not mapped (block_ids.py).
+allocates. Some engines have several ranks (TP, DP with experts, DCP), whose company is
+a neighbour. Each serves its largest batches while another process holds all that was
+not requested, and no batch may name a block that is not mapped (block_ids.py). Of
+several ranks, the release has what it takes to serve.
 
 Ours is worse if it does not start or serve where the release does, takes more than its
 request, or has a KV cache that is over 128 MiB smaller, unless the release is above its
@@ -18,11 +20,8 @@ import argparse
 import json
 import os
 import random
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,14 +40,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared experts": {},
     "sliding": {},
     "GPT-OSS": {},
-    "MLA": {"attention_backend": "TRITON_MLA"},
-    "MLA, 64 experts": {"attention_backend": "TRITON_MLA"},
+    "MLA": {},
+    "MLA, 64 experts": {},
     "hybrid": {"gdn_prefill_backend": "triton", "max_model_len": 4096},
     "Mamba1": {},
     "Mamba2": {},
     "LFM2": {},
     "vision": {"max_num_batched_tokens": 4096},
     "pooling": {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False},
+}
+MLA_BACKENDS = ("TRITON_MLA", "FLASH_ATTN_MLA")
+# Engines of several ranks: what asks for them, and models that do.
+RANKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "TP 2": ({}, ("dense", "moe", "MLA")),
+    "DP 2 with experts": ({"data_parallel": 2}, ("moe", "MLA, 64 experts")),
+    "TP 2, DCP 2": ({}, ("MLA", "MLA, 64 experts")),
 }
 # Of the device, as where NVML does not tell processes apart.
 HIDDEN = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
@@ -58,20 +64,26 @@ HIDDEN = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
 class Start:
     seed: str
     name: str
-    case: dict[str, Any]  # of scenarios/start.py
+    scenario: str  # "starts" or "ranks"
+    case: dict[str, Any]  # of scenarios/start.py or scenarios/ranks.py
     ours: dict[str, Any]  # arguments of LLM that the release has not
 
 
-def device(seed: int) -> dict[str, object]:
+def device(seed: int) -> dict[str, Any]:
     rng = random.Random(f"device {seed}")
-    told: dict[str, object] = {"memory": rng.choice((4, 8, 24)) * GIB}
+    told: dict[str, Any] = {"memory": rng.choice((4, 8, 24)) * GIB}
     told |= rng.choice(({}, {"graph": 700 << 10}, {"graph": 2 << 20}))
+    # Without one, NVML would seem not to count the process (see MemoryOutsideTorch).
+    told["context"] = rng.choice((64, 400)) * MIB
     return told | (HIDDEN if rng.random() < 0.5 else {})
 
 
-def draw(seed: int, number: int, memory: int) -> Start:
+def draw(seed: int, number: int, card: dict[str, Any]) -> Start:
+    memory = card["memory"]
     rng = random.Random(f"start {seed}.{number}")
-    model = rng.choice(list(MODELS))
+    ranks = rng.choice(list(RANKS)) if rng.random() < 0.2 else ""
+    several, models = RANKS.get(ranks, ({}, tuple(MODELS)))
+    model = rng.choice(models)
     share = round(rng.uniform(0.3, 0.95), 3)
     sequences = rng.choice((4, 16, 64, 128, 256))
     llm: dict[str, Any] = {
@@ -82,8 +94,22 @@ def draw(seed: int, number: int, memory: int) -> Start:
     }
     llm |= MODELS[model]
     v2 = rng.random() < 0.6
-    case: dict[str, Any] = {"model": model, "v2": v2, "serve": True}
+    case: dict[str, Any] = {"model": model, "v2": v2}
     words = [model, "V2" if v2 else "V1", f"{share}", f"{sequences} sequences"]
+    if model.startswith("MLA"):
+        llm["attention_backend"] = rng.choice(MLA_BACKENDS)
+        words.append(llm["attention_backend"])
+    if ranks:
+        words.append(ranks)
+        case |= several | {"largest": True, "patience": 240}
+        if "DP" in ranks:
+            llm["enable_expert_parallel"] = True
+        else:
+            llm["tensor_parallel_size"] = 2
+        if "DCP" in ranks:
+            llm["decode_context_parallel_size"] = 2
+    else:
+        case |= {"serve": True, "context": card["context"]}
     words.append(f"{llm['max_num_batched_tokens']} tokens")
     mode = rng.choice(("eager", "FULL", "FULL_DECODE_ONLY") * 2 + ("PIECEWISE",))
     if mode != "eager":
@@ -95,40 +121,43 @@ def draw(seed: int, number: int, memory: int) -> Start:
         llm["compilation_config"] = config
     words.append(mode)
     ours: dict[str, Any] = {}
-    for word in (*features(rng, model, case, llm), *company(rng, case, share, memory)):
-        words.append(word)
+    words += features(rng, model, case, llm)
+    words += company(rng, case, share, memory)
     if rng.random() < 0.25:
         words.append(asked_otherwise(rng, llm, ours, share, memory))
-    return Start(f"{seed}.{number}", ", ".join(words), case | {"llm": llm}, ours)
+    scenario = "ranks" if ranks else "starts"
+    name = ", ".join(words)
+    return Start(f"{seed}.{number}", name, scenario, case | {"llm": llm}, ours)
 
 
 def features(
     rng: random.Random, model: str, case: dict[str, Any], llm: dict[str, Any]
 ) -> Iterator[str]:
-    if model == "dense":
-        match rng.choice(("", "", "LoRA", "ngrams", "EAGLE")):
-            case "LoRA":
-                llm |= {"enable_lora": True, "max_loras": rng.choice((1, 4))}
-                yield "LoRA"
-            case "ngrams":
-                llm["speculative_config"] = NGRAM
-                yield "ngrams"
-            case "EAGLE":
-                case["draft"] = rng.choice((1, 3))
-                yield "EAGLE"
+    drafts = {"dense": ["ngrams", "EAGLE"], "moe": ["ngrams"], "hybrid": ["ngrams"]}
+    more = ["", "", *drafts.get(model, []), *["LoRA"] * (model in ("dense", "moe"))]
+    match rng.choice(more):
+        case "LoRA":
+            llm |= {"enable_lora": True, "max_loras": rng.choice((1, 4))}
+            yield "LoRA"
+        case "ngrams":
+            llm["speculative_config"] = NGRAM
+            yield "ngrams"
+        case "EAGLE" if "serve" in case:  # of one rank
+            case["draft"] = rng.choice((1, 3))
+            yield "EAGLE"
     if model in ("dense", "moe", "sliding") and rng.random() < 0.2:
         llm["kv_cache_dtype"] = "fp8"
         yield "KV cache in fp8"
     if rng.random() < 0.2 and model != "pooling":
         llm["enable_prefix_caching"] = True
         yield "prefix caching"
-    if model in ("dense", "moe") and rng.random() < 0.15:
+    if model in ("dense", "moe", "MLA", "hybrid") and rng.random() < 0.15:
         llm["kv_offloading_size"] = 0.25
         yield "KV cache offloaded"
     if model == "dense" and rng.random() < 0.15:
         llm["cpu_offload_gb"] = 0.05
         yield "weights offloaded"
-    if rng.random() < 0.1:
+    if "serve" in case and rng.random() < 0.1:
         llm["enable_sleep_mode"] = True
         yield "sleep mode"
 
@@ -138,8 +167,11 @@ def company(
 ) -> Iterator[str]:
     free = int((1 - share) * memory) - GIB // 2
     if free > 0 and rng.random() < 0.3:
-        case["held"] = rng.randrange(free)
-        yield f"{case['held'] >> 20} MiB held by a neighbour"
+        held = rng.randrange(free)
+        case["held"] = held if "serve" in case else [held, held]
+        yield f"{held >> 20} MiB held by a neighbour"
+    if "serve" not in case:
+        return
     if rng.random() < 0.3:
         case["moment"] = rng.choice(("profiled", "torn down", "warming up", "warm"))
         case["moment_holds"] = rng.choice((300 * MIB, GIB, -256 * MIB))
@@ -172,12 +204,49 @@ def asked_otherwise(
     return "an extensible KV cache"
 
 
-def cases(starts: list[Start], site: str) -> list[dict[str, Any]]:
-    def llm(start: Start) -> dict[str, Any]:
-        more = start.ours if site == "envelope" else {}
-        return dict(start.case["llm"]) | more
+def of_scenario(starts: list[Start]) -> Iterator[tuple[str, list[Start]]]:
+    for scenario in "starts", "ranks":
+        if some := [start for start in starts if start.scenario == scenario]:
+            yield scenario, some
 
-    return [start.case | {"llm": llm(start)} for start in starts]
+
+def cases(starts: list[Start], site: str) -> list[dict[str, Any]]:
+    ours = site == "envelope"
+
+    def case(start: Start) -> dict[str, Any]:
+        tight = {"tight": True} if ours and start.scenario == "ranks" else {}
+        llm = start.case["llm"] | (start.ours if ours else {})
+        return start.case | tight | {"llm": llm}
+
+    return [case(start) for start in starts]
+
+
+def of_each(
+    starts: list[Start], told: Iterable[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The result of each start, of what its scenario told."""
+    results = iter(told)
+    for start in starts:
+        engines = [next(results) for _ in range(start.case.get("data_parallel", 1))]
+        yield of_ranks(engines) if start.scenario == "ranks" else engines[0]
+
+
+def of_ranks(engines: list[dict[str, Any]]) -> dict[str, Any]:
+    """As of one rank: the one that is furthest above its request."""
+    for engine in engines:
+        if engine["outcome"] != "started":
+            return engine
+    ranks = [rank for engine in engines for rank in engine["after"]]
+    most = max(
+        ranks, key=lambda rank: rank["peak"] - rank["before"] - rank["requested"]
+    )
+    served = {engine["served"] for engine in engines} - {"lives"}
+    return min(engines, key=lambda engine: int(engine["blocks"])) | {
+        "served": min(served, default="lives"),
+        "kv": min(rank["kv"] for rank in ranks),
+        "requested": most["requested"],
+        "process_peak": most["peak"] - most["before"],
+    }
 
 
 def above(start: Start, result: dict[str, Any]) -> int:
@@ -238,25 +307,27 @@ def main(args: argparse.Namespace) -> None:
     seed, _, first = args.seed.partition(".")
     card = device(int(seed))
     numbers = range(int(first or 0), int(first or 0) + args.count)
-    starts = [draw(int(seed), number, int(str(card["memory"]))) for number in numbers]
+    starts = [draw(int(seed), number, card) for number in numbers]
     print(json.dumps(card), flush=True)
     rows, failed = [], []
-    with ThreadPoolExecutor(len(SITES)) as pool:
-        both = list(pool.map(partial(start_all, base, card, starts), SITES))
-    for start, official, ours in zip(starts, *both, strict=True):
-        print(line(start, official, ours), flush=True)
-        failed += [start.seed] if worse(start, official, ours) else []
-        rows.append({"start": asdict(start), "official": official, "envelope": ours})
-    if args.results:
-        told = {"device": card, "rows": rows}
-        write_whole(args.results, json.dumps(told, indent=1) + "\n")
+    for scenario, some in of_scenario(starts):
+        both = [start_all(base, card, scenario, some, site) for site in SITES]
+        for start, official, ours in zip(some, *both, strict=True):
+            print(line(start, official, ours), flush=True)
+            failed += [start.seed] if worse(start, official, ours) else []
+            rows.append(
+                {"start": asdict(start), "official": official, "envelope": ours}
+            )
+            if args.results:
+                told = {"device": card, "rows": rows}
+                write_whole(args.results, json.dumps(told, indent=1) + "\n")
     if failed:
         raise Problem(f"ours is worse in {len(failed)} of {len(starts)}: {failed}")
 
 
 def start_all(
-    base: Base, card: dict[str, object], starts: list[Start], site: str
-) -> list[dict[str, Any]]:
+    base: Base, card: dict[str, Any], scenario: str, starts: list[Start], site: str
+) -> Iterator[dict[str, Any]]:
     _, ours = environment_of(base)
     paths = [*([ours] if site == "envelope" else []), base.root]
     environment = {
@@ -265,18 +336,13 @@ def start_all(
         "WARM_UP_FEW_BATCHES": "1",
     }
     told = json.dumps(cases(starts, site))
+    devices: dict[str, object] = {"devices": 2} if scenario == "ranks" else {}
     with TemporaryDirectory(prefix=".random.", dir=base.root / "build") as folder:
         config = Path(folder, "device.toml")
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in card.items()]
         config.write_text("".join(lines) + HOOKS.read_text())
-        found = []
-        for result in results(base, site, {}, "starts", told, environment, config):
-            found.append(result)
-            count = f"{site}: {len(found)} of {len(starts)}"
-            print(count, result["outcome"], file=sys.stderr, flush=True)
-    if len(found) != len(starts):
-        raise Problem(f"{site}: {len(found)} of {len(starts)} starts ended.")
-    return found
+        found = results(base, site, devices, scenario, told, environment, config)
+        yield from of_each(starts, found)
 
 
 if __name__ == "__main__":

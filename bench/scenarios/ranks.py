@@ -195,6 +195,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     config = llm.llm_engine.vllm_config
     result |= {
         "blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
         "v2": bool(getattr(config, "use_v2_model_runner", False)),
         "ranks": llm.collective_rpc("tell"),
     }

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     # Serve the largest batches within what was requested, or with so many bytes left,
     # or "alone": nobody else takes what was not.
     "serve": False,
+    "context": 0,  # what one takes of the device: it is no part of a request
     "held": 0,  # what another process holds before the start
     "neighbour": 0,  # what another process of the run (or container) holds
     "free": 0,  # what another process leaves, if given
@@ -266,7 +267,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
     hold(case["tensors"])
     if case["thread"]:
         allocate_beside(case["thread"])
-    result["before"] = device.process_used()
+    made = torch.cuda.is_initialized()
+    result["before"] = device.process_used() + (0 if made else case["context"])
     device.reset_peak()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:

@@ -133,6 +133,29 @@ def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
         assert result["process_peak"] > share
 
 
+@pytest.mark.skipif(BASE == "0.26.0", reason="its limit counts all that is used")
+def test_a_limit_beside_a_neighbour_where_nvml_says_nothing(tmp_path: Path) -> None:
+    """Of what is used, 4 GiB may be the process's, not all: the start was refused."""
+    calls = "nvmlDeviceGetMemoryInfo*", "nvmlDeviceGet*RunningProcesses*"
+    silent = {f'nvml_errors."{call}"': "NoPermission" for call in calls}
+    official, ours = (
+        run(
+            "start",
+            {"held": 14 * GIB, "llm": {"gpu_memory_utilization": 10 / 32} | limit},
+            vllm=vllm,
+            device={"memory": "32GiB"} | CONTEXT | silent,
+            folder=tmp_path,
+        )
+        for vllm, limit in (
+            ("official", {}),
+            ("envelope", {"gpu_memory_limit_bytes": 10 * GIB}),
+        )
+    )
+    assert official["outcome"] == ours["outcome"] == "started", (official, ours)
+    assert official["kv"] - ours["kv"] <= 4 * GIB + 128 * MIB
+    assert ours["process_peak"] <= 10 * GIB
+
+
 @full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_two_engines_in_a_slice(vllm: str, tmp_path: Path) -> None:

@@ -17,25 +17,28 @@ from tests.vgpu.engine.harness import BASE, HOOKS, run
 )
 def test_ours_is_not_worse(seed: int, first: int, count: int, tmp_path: Path) -> None:
     device = random_starts.device(seed)
-    memory = int(str(device["memory"]))
     starts = [
-        random_starts.draw(seed, number, memory)
+        random_starts.draw(seed, number, device)
         for number in range(first, first + count)
     ]
-    official, ours = (
-        run(
-            "starts",
-            random_starts.cases(starts, vllm),
-            vllm=vllm,
-            device=device,
-            hooks=HOOKS,
-            folder=tmp_path,
-            timeout=400 + 60 * count,
-        )["every"]
-        for vllm in ("official", "envelope")
-    )
     worse = []
-    for start, *pair in zip(starts, official, ours, strict=True):
-        print(random_starts.line(start, *pair))
-        worse += [start.seed] if random_starts.worse(start, *pair) else []
+    for scenario, some in random_starts.of_scenario(starts):
+        official, ours = (
+            random_starts.of_each(
+                some,
+                run(
+                    scenario,
+                    random_starts.cases(some, vllm),
+                    vllm=vllm,
+                    device=device | {"devices": 2 if scenario == "ranks" else 1},
+                    hooks=HOOKS,
+                    folder=tmp_path,
+                    timeout=400 + 60 * count,
+                )["every"],
+            )
+            for vllm in ("official", "envelope")
+        )
+        for start, *pair in zip(some, official, ours, strict=True):
+            print(random_starts.line(start, *pair))
+            worse += [start.seed] if random_starts.worse(start, *pair) else []
     assert not worse

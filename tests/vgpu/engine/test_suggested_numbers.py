@@ -70,10 +70,8 @@ def fits_now(serve: bool | str) -> Then:
     ]
 
 
-def beside_activations(case: dict[str, Any], told: dict[str, Any], said: Any) -> Any:
-    """Of bytes of KV cache: "less what activations take", which the report tells."""
-    size = int(said[0]) - told["report"]["peak_activations"] - BUFFER
-    return [asks(case, "alone", kv_cache_memory_bytes=size)]
+def that_kv_cache(case: dict[str, Any], _: dict[str, Any], said: Any) -> Any:
+    return [asks(case, "alone", kv_cache_memory_bytes=int(said[0]))]
 
 
 def graphs_fit(case: dict[str, Any], _: dict[str, Any], said: Any) -> Any:
@@ -118,9 +116,9 @@ SAYS = {
         reserve=31 * GIB // 10,
     ),
     "bytes of KV cache that take it": Says(
-        {"report": True, "llm": {"kv_cache_memory_bytes": 13 * GIB}},
-        r"set kv_cache_memory_bytes to at most (\d+), less what activations",
-        beside_activations,
+        {"llm": {"kv_cache_memory_bytes": 13 * GIB}},
+        r"set kv_cache_memory_bytes to at most (\d+), less what CUDA graphs take",
+        that_kv_cache,
         UNIFIED | {"other": GIB // 2},
         outcome="started",
         # A fifth of what is available beside the model.
@@ -128,8 +126,8 @@ SAYS = {
     ),
     "bytes of KV cache that are not free": Says(
         {"report": True, "held": GIB, "llm": {"kv_cache_memory_bytes": 8 * GIB}},
-        r"free on \S+ beside the model \((\d+),",
-        beside_activations,
+        r"Set it to at most (\d+), less what CUDA graphs take, or leave it out",
+        that_kv_cache,
     ),
     "bytes of KV cache, and a limit": Says(
         {
@@ -217,7 +215,7 @@ def test_bytes_of_kv_cache_beside_which_a_step_does_not_fit(tmp_path: Path) -> N
     refused, text = start(asks(full.case, **long), full, tmp_path)
     said = re.search(full.pattern, text)
     assert said, refused
-    size = int(said[1]) - refused["report"]["peak_activations"] // 2
+    size = int(said[1]) + BUFFER + refused["report"]["peak_activations"] // 2
     says = Says(
         asks(full.case, "alone", kv_cache_memory_bytes=size, **long),
         r"Decrease kv_cache_memory_bytes from \d+ to at most (\d+)",
