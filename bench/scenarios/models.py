@@ -203,6 +203,11 @@ MODELS["large moe"] = (
     | LARGE
     | {"num_hidden_layers": 8, "num_experts": 32, "moe_intermediate_size": 768}
 )
+# States of a sequence take 12 MiB, as those of "hybrid".
+MODELS["large hybrid"] = MODELS["hybrid"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+}
 
 MODELS["llama-8b draft"] = MODELS["llama-8b"] | {"num_hidden_layers": 1}
 # The whole models, as published.
