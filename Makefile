@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
-  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-plan slice plan gpu calibrate bundle results-page findings \
+  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan slice plan gpu calibrate bundle results-page findings \
   figures tables help
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -151,6 +151,9 @@ bench-hybrid-build: vgpu envelope  ## building a hybrid's metadata: CPU time and
 
 bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 	@$(call RUN,bench.step)
+
+bench-sleep: vgpu envelope  ## cycles of sleep and wake-up, stock and patched: CPU time, calls; PAIRS=5 GIB=2
+	@$(call RUN,bench.sleep) $(if $(PAIRS),--pairs $(PAIRS)) $(if $(GIB),--gib $(GIB))
 
 slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONLY=text SIZE=4GiB
 	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \

@@ -10,6 +10,8 @@ import os
 
 # The GPU suite asks NVML even where a virtual device stands in for a GPU.
 VIRTUAL = "VGPU_RUN" in os.environ and os.environ.get("ENVELOPE_METER") != "NVML"
+# What the runtime does not call the driver for.
+CALLS = ("cu[A-Z]*", "nvml*", "cudaHost*", "cudaFreeHost")
 if VIRTUAL:
     from vgpu import control
 else:
@@ -61,6 +63,19 @@ def reset_peak() -> None:
 def kernels() -> int | None:
     """How many were launched; a GPU does not count them."""
     return control.kernels() if VIRTUAL else None
+
+
+def pinned() -> int | None:
+    """Bytes of host memory that this process has pinned; a GPU does not tell."""
+    return control.pinned() if VIRTUAL else None
+
+
+def calls() -> dict[str, int] | None:
+    """How often this process called the driver, NVML and for host memory; a GPU does
+    not count them."""
+    if not VIRTUAL:
+        return None
+    return {pattern: control.made(pattern) for pattern in CALLS}
 
 
 def other_process(size: int, index: int = 0) -> None:
