@@ -1,6 +1,8 @@
 """An unpatched and a patched vLLM side by side, and scenarios run with either.
 
 Needs only the standard library: a GPU machine may have little more than torch.
+
+    python3 -m gpu.kit FILE.tar.xz FOLDER   # unpack a bundle: then --bundle FOLDER
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,8 @@ class Kit:
 
     `tests` holds vLLM's own `tests/`; `own_tests` are those of the series. `device`
     configures the virtual device that scenarios run on, instead of the GPU. Each has
-    its own `caches`: both start with empty ones.
+    its own `caches`, empty at first, and both have Triton's kernels. `imported` are
+    processes that wait for a scenario: see scenarios/imported.py.
     """
 
     python: str
@@ -62,6 +66,7 @@ class Kit:
     own_tests: tuple[str, ...]
     caches: Path
     device: Path | None = None
+    imported: dict[str, list[Conversation]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_checkout(cls, base: Base, folder: Path) -> Kit:
@@ -84,14 +89,16 @@ class Kit:
 
     @classmethod
     def of_bundle(cls, archive: Path, folder: Path) -> Kit:
-        """Unpack what bundle.py made, for the interpreter that runs this.
+        """What bundle.py made, for the interpreter that runs this: unpacked into the
+        folder, or where an earlier run of `gpu.kit` did that.
 
         Raises:
             Problem: it is no such file, or was made for another Python.
         """
         try:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
+            if not archive.is_dir():
+                unpack(archive, folder)
+            folder = archive if archive.is_dir() else folder
             manifest = json.loads((folder / "bundle.json").read_text())
         except (OSError, tarfile.TarError) as error:
             raise Problem(f"{archive} is no bundle of 'make bundle': {error}") from None
@@ -100,23 +107,9 @@ class Kit:
                 f"{archive.name} is for Python {manifest['python']}, this is "
                 f"{sys.version.split()[0]}: 'make bundle PYTHON_VERSION=...'."
             )
-        unpatched, patched = folder / "unpatched", folder / "both"
-        shutil.copytree(unpatched, patched, copy_function=os.link)
-        for name in manifest["removed"]:
-            (patched / name).unlink()
-            # An empty dist-info would be a vLLM of no version.
-            for parent in (patched / name).relative_to(patched).parents[:-1]:
-                if not any((patched / parent).iterdir()):
-                    (patched / parent).rmdir()
-        for file in (folder / "patched").rglob("*"):
-            if file.is_file():
-                target = patched / file.relative_to(folder / "patched")
-                target.unlink(missing_ok=True)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file.rename(target)
         return cls(
             sys.executable,
-            {"unpatched": str(unpatched), "patched": str(patched)},
+            {"unpatched": str(folder / "unpatched"), "patched": str(folder / "both")},
             manifest["versions"],
             folder,
             tuple(manifest["own_tests"]),
@@ -133,7 +126,11 @@ class Kit:
             *map(str, more or (REPOSITORY,)),
             *(path for path in inherited if path != str(REPOSITORY)),
         ]
-        own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        own = {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            # Kernels by their source: what one compiled is ready for the other.
+            "TRITON_CACHE_DIR": str(self.caches / "triton"),
+        }
         return caches.environment(os.environ, self.caches / vllm) | ENVIRONMENT | own
 
     def installed(self) -> dict[str, str]:
@@ -157,9 +154,42 @@ class Kit:
         self, module: str, arguments: list[str], vllm: str, folder: Path, limit: float
     ) -> dict[str, Any]:
         """What a scenario answers, or its "outcome" and "error" where it does not."""
-        command = ["-m", module, *arguments]
-        with Conversation(self, command, vllm, folder) as scenario:
+        with self.scenario(module, arguments, vllm, folder) as scenario:
             return scenario.answer(limit)
+
+    def scenario(
+        self, module: str, arguments: list[str], vllm: str, folder: Path
+    ) -> Conversation:
+        """Its process: one of those that wait for it, if there are any."""
+        if waiting := self.imported.get(vllm):
+            process = waiting.pop(0)
+            process.tell([module, *arguments])
+            return process
+        return Conversation(self, ["-m", module, *arguments], vllm, folder)
+
+    @contextlib.contextmanager
+    def importing(self, numbers: dict[str, int], folder: Path) -> Iterator[Kit]:
+        """With so many processes of each vLLM that import it, all at once, and wait.
+
+        An import takes as long as a start. While something is timed none may run.
+        """
+        command = ["-m", "bench.scenarios.imported"]
+        with contextlib.ExitStack() as stack:
+            waiting: dict[str, list[Conversation]] = {}
+            for vllm, number in numbers.items():
+                for i in range(number):
+                    own = folder / f"imported-{i}"
+                    own.mkdir(exist_ok=True)
+                    process = Conversation(self, command, vllm, own, imports=True)
+                    stack.enter_context(process)
+                    waiting.setdefault(vllm, []).append(process)
+            yield dataclasses.replace(self, imported=waiting)
+
+    def await_imports(self, limit: float) -> None:
+        """Until no process imports any more."""
+        end = time.monotonic() + limit
+        for process in (p for waiting in self.imported.values() for p in waiting):
+            process.await_import(end - time.monotonic())
 
     def run_own_tests(
         self, vllm: str, folder: Path, limit: float, *, until_one_fails: bool = False
@@ -204,6 +234,27 @@ class Kit:
         return result
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Both vLLMs of a bundle, side by side."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    manifest = json.loads((folder / "bundle.json").read_text())
+    unpatched, patched = folder / "unpatched", folder / "both"
+    shutil.copytree(unpatched, patched, copy_function=os.link)
+    for name in manifest["removed"]:
+        (patched / name).unlink()
+        # An empty dist-info would be a vLLM of no version.
+        for parent in (patched / name).relative_to(patched).parents[:-1]:
+            if not any((patched / parent).iterdir()):
+                (patched / parent).rmdir()
+    for file in (folder / "patched").rglob("*"):
+        if file.is_file():
+            target = patched / file.relative_to(folder / "patched")
+            target.unlink(missing_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.rename(target)
+
+
 class Conversation:
     """A scenario's process: takes orders, and answers with lines that begin with
     RESULT."""
@@ -215,7 +266,9 @@ class Conversation:
         vllm: str,
         folder: Path,
         *paths: Path,
+        imports: bool = False,
     ) -> None:
+        self._imports = imports
         self._log = (folder / f"{vllm}.log").open("w+")
         environment = kit.environment(vllm, *paths)
         command = [kit.python, *arguments]
@@ -251,19 +304,39 @@ class Conversation:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._log.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
 
-    def ask(self, order: str, limit: float) -> dict[str, Any]:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(order + "\n")
-            self._process.stdin.flush()
+    def ask(self, order: Any, limit: float) -> dict[str, Any]:
+        self.tell(order)
         return self.answer(limit)
 
+    def tell(self, order: Any) -> None:
+        """A line of text, or what JSON has."""
+        assert self._process.stdin
+        line = order if isinstance(order, str) else json.dumps(order)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def await_import(self, limit: float) -> dict[str, Any]:
+        if not self._imports:
+            return {"outcome": "imported"}
+        self._imports = False
+        return self._answer(limit)
+
     def answer(self, limit: float) -> dict[str, Any]:
+        end = time.monotonic() + limit
+        imported = self.await_import(limit)
+        if imported["outcome"] != "imported":
+            return imported
+        return self._answer(end - time.monotonic())
+
+    def _answer(self, limit: float) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=max(limit, 0))
         except queue.Empty:
@@ -271,6 +344,8 @@ class Conversation:
             why = f"nothing within {limit:.0f} s"
         else:
             why = "it ended"
+            if line is None:
+                self._lines.put(None)  # for who asks again
         if line is None:
             return {"outcome": "no result", "error": f"{why}\n{self._end_of_log()}"}
         found: dict[str, Any] = json.loads(line)
@@ -285,3 +360,7 @@ class Conversation:
     def _end_of_log(self) -> str:
         self._log.flush()
         return Path(self._log.name).read_text(errors="replace")[-2000:]
+
+
+if __name__ == "__main__":
+    unpack(Path(sys.argv[1]), Path(sys.argv[2]))

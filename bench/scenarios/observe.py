@@ -123,6 +123,57 @@ def time_phases(seconds: dict[str, float]) -> None:
         timed(name)
 
 
+def time_details() -> dict[str, list[float]]:
+    """Seconds and calls of what may wait in a start, by "phase: call"; one call counts
+    in another that makes it."""
+    import gc
+
+    import torch
+    import vllm.third_party.pynvml as nvml
+    from vllm.utils import mem_utils
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.gpu_worker import Worker
+
+    details: dict[str, list[float]] = {}
+    open_phases = ["engine"]
+
+    def timed(owner: Any, name: str, phase: bool = False) -> None:
+        original = getattr(owner, name, None)
+        if original is None:  # not in each build
+            return
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            entry = details.setdefault(f"{open_phases[-1]}: {name}", [0.0, 0])
+            open_phases.extend([name] * phase)
+            began = time.perf_counter()
+            try:
+                return original(*arguments, **keywords)
+            finally:
+                entry[0] += time.perf_counter() - began
+                entry[1] += 1
+                del open_phases[len(open_phases) - phase :]
+
+        setattr(owner, name, call)
+
+    for name in PHASES:
+        timed(Worker, name, phase=True)
+    for runner in V1, V2:
+        for name in ("profile_run", "profile_cudagraph_memory", "capture_model"):
+            timed(runner, name)
+    timed(gpu_worker, "kernel_warmup")
+    timed(mem_utils.MemorySnapshot, "measure")
+    for name in ("synchronize", "empty_cache", "get_memory_info"):
+        timed(torch.accelerator, name)
+        timed(torch.cuda, name)
+    for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetMemoryInfo"):
+        timed(nvml, name)
+    timed(gc, "collect")
+    timed(time, "sleep")
+    return details
+
+
 def time_benchmarks() -> list[float]:
     """Processor time of Triton's autotuning, while it runs. Each kernel is repeated for
     a fixed time, so this part of a start's time is left out."""

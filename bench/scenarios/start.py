@@ -48,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "moment": "",  # when another process holds memory: see observe.hold_for_a_moment
     "moment_holds": 0,  # how much, in bytes; below 0: all but so much
     "profiles": 1,  # how often memory is profiled
+    "details": False,  # of the time of a start
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
@@ -83,7 +84,8 @@ def main() -> None:
     os.environ |= asked.get("environment", {})
     from bench.scenarios import device
 
-    device.watch_peak()
+    if not asked.get("details"):  # watching takes time
+        device.watch_peak()
     result: dict[str, Any] = {"outcome": "started"}
     benchmarked = observe.time_benchmarks()
     with tempfile.TemporaryDirectory() as folder:
@@ -264,6 +266,8 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         tactic.add(result, **case["flashinfer_tactic"])
     observe.record_suggestions(result)
     observe.time_phases(seconds)
+    if case["details"]:
+        result["details"] = observe.time_details()
     hold(case["tensors"])
     if case["thread"]:
         allocate_beside(case["thread"])

@@ -34,11 +34,15 @@ IMPORTED = [
 ]
 
 
-def main() -> None:
+def import_vllm() -> None:
     # It asks the device when it is imported, which no parent of starts may.
     sys.modules["flashinfer"] = None  # type: ignore[assignment]
     for name in IMPORTED:
         importlib.import_module(name)
+
+
+def main() -> None:
+    import_vllm()
     for case in json.loads(sys.argv[1]):
         if "flashinfer_tactic" in case or is_read_by_imports(case):
             # As a user's: it warms up all batches, too.

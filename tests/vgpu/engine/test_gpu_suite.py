@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpu.suite import ROUNDS
+from gpu.suite import BATCHES, CYCLES, ROUNDS_THERE, Ratios
 from scripts import caches
 from tests.vgpu.engine.harness import HOOKS, ROOT
 
@@ -72,10 +72,10 @@ def call(
     )
 
 
-def suite(only: str, folder: Path, card: str = CARD) -> dict[str, Any]:
+def suite(only: str, folder: Path, card: str = CARD, *options: str) -> dict[str, Any]:
     done = call(
         "suite", "--out", str(folder), "--only", only, "--limit", "1400",
-        "--case-limit", "600", folder=folder, card=card,
+        "--case-limit", "600", *options, folder=folder, card=card,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     (path,) = folder.glob("virtual-gpu-*-0.33.0.json")
@@ -109,8 +109,48 @@ def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
     entry = content["cases"]["serving: dense"]
     assert len(entry["checks"]) == 5  # served and slept, each; asleep
     for vllm in ("unpatched", "patched"):
-        assert len(entry[vllm]["decode"]) == ROUNDS
+        assert len(entry[vllm]["decode"]) == ROUNDS_THERE
         assert entry[vllm]["seconds"].keys() > {"import", "load_model", "engine"}
+
+
+def test_both_sleep_in_turn(tmp_path: Path) -> None:
+    content = suite("^sleep cycles", tmp_path, CARD, "--import-first")
+    (entry,) = content["cases"].values()
+    assert len(entry["checks"]) == 4  # sleeps, and keeps what it offloads, each
+    for vllm in ("unpatched", "patched"):
+        cycles = entry[vllm]["cycles"]
+        assert len(cycles) == sum(CYCLES.values())
+        assert all(cycle["sleep"]["wall"] > 0 for cycle in cycles)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_starts_are_timed_in_turn(tmp_path: Path) -> None:
+    content = suite("^time of a start", tmp_path, CARD + HOOKS, "--import-first")
+    (entry,) = content["cases"].values()
+    for vllm, ways in (("unpatched", [""]), ("patched", ["", "extensible"])):
+        starts, details = entry[vllm]["starts"], entry[vllm]["details"]
+        assert sorted(start["way"] for start in starts) == ways
+        for start, detail in zip(starts, details, strict=True):
+            seconds, calls = detail["determine_available_memory: profile_run"]
+            assert 0 < seconds < start["determine_available_memory"]
+            assert calls == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_first_tokens_come_in_turn(tmp_path: Path) -> None:
+    card = CARD.replace("16GiB", "64GiB") + HOOKS
+    content = suite("^hybrids: first", tmp_path, card)
+    (entry,) = content["cases"].values()
+    for vllm in ("unpatched", "patched"):
+        (times,) = entry[vllm]["first tokens"].values()
+        assert len(times) == BATCHES and min(times) > 0
+
+
+def test_ratios_of_pairs() -> None:
+    ratios = Ratios.of([2.0, 3.0, 9.0, 8.0], [1.0, 2.0, 3.0, 4.0])
+    assert ratios == Ratios(4, 2.0, (1.625, 2.75), 2.2)
 
 
 def test_a_mig_instance_is_named(tmp_path: Path) -> None:

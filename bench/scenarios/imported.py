@@ -1,0 +1,23 @@
+"""Import what a start imports, say so, and run what stdin's first line asks for.
+
+The line is a JSON list: a scenario's module and its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+from bench.scenarios import serve, starts
+
+
+def main() -> None:
+    starts.import_vllm()
+    serve.answer({"outcome": "imported"})
+    module, *sys.argv[1:] = json.loads(sys.stdin.readline())
+    importlib.import_module(module).main()
+
+
+if __name__ == "__main__":
+    main()
