@@ -207,6 +207,8 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
         said = log.read()
     if told is None:
         raise Problem(f"The engine ended without a word:\n{said[-2000:]}")
+    if told["outcome"] == "Dropped":
+        raise Problem(told["error"])
     if told["outcome"] != "started" and not about_memory(told):
         raise Problem(plainly(told["error"]))
     return told

@@ -83,15 +83,49 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     os.environ[TOLD] = str(told)
     change_worker(result)
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    if isinstance(engine_args.hf_overrides, dict) and engine_args.hf_overrides:
+        made = engine_args.create_model_config()
+        asked_for = engine_args.hf_overrides
+        if lines := list(dropped(made.hf_config, made.hf_text_config, asked_for)):
+            raise Dropped(f"--hf-overrides: {'; '.join(lines)}.")
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
     )
     result["model_type"] = engine.model_config.hf_config.model_type
 
 
+class Dropped(Exception):
+    """vLLM would start with another model than what was asked for, without a word."""
+
+
+def dropped(
+    config: Any, text: Any, asked: dict[str, Any], inside: str = ""
+) -> Iterator[str]:
+    """Numbers that were asked for and that the config of a model does not take.
+    `text` is its language model's, or the same."""
+    for name, value in asked.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, dict) and hasattr(inner, "model_type"):
+            yield from dropped(inner, inner, value, f"{inside}{name}.")
+        if type(value) not in (int, float):
+            continue
+        if inner is not None and inner != value:
+            more = ""
+            if name == "num_hidden_layers" and hasattr(config, "layers_block_type"):
+                more = ", the length of layers_block_type: give a shorter list"
+            yield f"{inside}{name} stays {inner} for {config.model_type}{more}"
+        elif text is not config and not hasattr(type(config), name):
+            kept = getattr(text, name, value)
+            if kept != value:
+                part = next(k for k, v in vars(config).items() if v is text)
+                nested = json.dumps({part: {name: value}})
+                yield f"{name} stays {kept} for {text.model_type}: write {nested}"
+
+
 def change_worker(result: dict[str, Any]) -> None:
     watch(result, Path(os.environ[TOLD]))
     sample_without_kernels()
+    quantize_without_weights()
     broadcast_objects_without_kernels()
     with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
         index_chunks_on_host()
@@ -170,6 +204,34 @@ def set_device_by_torch(bindings: Any) -> None:
         return (bindings.cudaError_t.cudaSuccess,)
 
     bindings.cudaSetDevice = set_device
+
+
+def quantize_without_weights() -> None:
+    """GPTQ looks up in a checkpoint which layers are quantized. Where there is none,
+    older releases quantize none: here all layers are, but no embedding and no head."""
+    place = "vllm.model_executor.layers.quantization"
+    utils = importlib.import_module(f"{place}.utils.gptq_utils")
+    if utils.is_layer_gptq_quantized("", []):
+        return
+    for module, name in (
+        ("auto_gptq", "AutoGPTQConfig"),
+        ("gptq_marlin", "GPTQMarlinConfig"),
+        ("gptq", "GPTQConfig"),
+    ):
+        with contextlib.suppress(ModuleNotFoundError):
+            quantize_all(getattr(importlib.import_module(f"{place}.{module}"), name))
+
+
+def quantize_all(config_class: Any) -> None:
+    look_up = config_class.maybe_update_config
+
+    def maybe_update_config(config: Any, *args: Any, **options: Any) -> None:
+        look_up(config, *args, **options)
+        config.modules_in_block_to_quantize = config.modules_in_block_to_quantize or [
+            ".layers."
+        ]
+
+    config_class.maybe_update_config = maybe_update_config
 
 
 def broadcast_objects_without_kernels() -> None:

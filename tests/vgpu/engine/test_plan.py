@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.plan import number
+from bench.plan_engine import dropped, quantize_without_weights
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
 
@@ -165,6 +166,64 @@ def test_what_vllm_refuses_is_one_line(
     *_, last = done.stderr.strip().splitlines()
     assert last.startswith("error: vLLM refuses to start: ") and expected in last
     assert "Traceback" not in done.stderr
+
+
+PATTERN = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-" * 2}
+IMAGES = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 6}}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "expected"),
+    [
+        (MODEL, {"num_hidden_layers": 2, "rope_theta": 1e4}, []),
+        (PATTERN, {"layers_block_type": ["full_attention"], "head_dim": 64}, []),
+        (PATTERN, {"num_hidden_layers": 2}, ["stays 8 for nemotron_h, the length of"]),
+        (IMAGES, {"mm_tokens_per_image": 64}, []),
+        (IMAGES, {"num_hidden_layers": 2}, ['stays 6 for gemma3_text: write {"text_c']),
+    ],
+)
+def test_overrides_that_a_config_drops_are_found(
+    config: dict[str, Any], asked: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = get_config(str(tmp_path), False, hf_overrides_kw=asked)
+    found = list(dropped(made, get_hf_text_config(made), asked))
+    assert len(found) == len(expected), found
+    assert all(part in line for part, line in zip(expected, found, strict=True))
+
+
+@pytest.mark.full
+def test_a_dropped_override_starts_nothing(tmp_path: Path) -> None:
+    overrides = json.dumps({"num_hidden_layers": 2})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PATTERN | {"architectures": ["NemotronHForCausalLM"]}))
+    done = plan(
+        tmp_path, "--model", str(config), "--gpu", "h100", "--release", "official",
+        f"--flags=--hf-overrides '{overrides}'",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("error: --hf-overrides: num_hidden_layers stays 8 ")
+
+
+def test_gptq_without_a_checkpoint_is_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+        is_layer_gptq_quantized,
+    )
+
+    look_up = AutoGPTQConfig.maybe_update_config
+    monkeypatch.setattr(AutoGPTQConfig, "maybe_update_config", look_up)
+    quantize_without_weights()
+    said = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    config = AutoGPTQConfig.from_config(said | {"quant_method": "gptq"})
+    config.maybe_update_config(str(tmp_path))
+    layers = config.modules_in_block_to_quantize
+    assert is_layer_gptq_quantized("model.layers.0.self_attn.o_proj", layers)
 
 
 @pytest.mark.full
