@@ -120,6 +120,18 @@ class Row:
         return bool(self.run["config_exact"]) and self.release == self.of_run
 
     @property
+    def judges(self) -> bool:
+        """Of the runs that were added later: nothing may be fitted to it. Decided by
+        its id alone, before it was replayed."""
+        digest = hashlib.sha256(self.run["id"].encode()).digest()
+        return "added" in self.run and digest[-1] % 2 == 1
+
+    @property
+    def fits(self) -> bool:
+        """Of those, constants may be fitted to it."""
+        return "added" in self.run and not self.judges
+
+    @property
     def of_run(self) -> str:
         return str(self.run["vllm_version"])
 
@@ -252,7 +264,7 @@ INTRODUCTION = """\
 # Predictions against real cards
 
 For whoever asks how far predictions of `make plan` can be trusted. The runs are stock
-vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 33
+vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 65
 and their sources. `make bench-plan` replays them. The engine of the same release
 starts, with dummy weights, on the virtual device with the profile of the same GPU. In
 each cell, the first figure is predicted, the second published. Some constants of the
@@ -276,6 +288,7 @@ def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
         *([commit, ""] if commit else []),
         *summary(replayed),
         "",
+        *peer(replayed),
         "## Each run",
         "",
         "Predicted / published, in GiB and tokens.",
@@ -297,6 +310,7 @@ def of_run(row: Row) -> str:
     if row.release != row.of_run:
         release += f" for {row.of_run}"
     name = row.run["id"] + ("" if row.run["config_exact"] else " (config not exact)")
+    name += " (judges)" if row.judges else ""
     if row.result["outcome"] != "started":
         blank = " | " * (len(QUANTITIES) - 1)
         return f"| {name} | {release} | {why(row.result)}{blank} |"
@@ -323,6 +337,14 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         "config exact, same release": [row for row in single if row.exact],
         "all on one GPU": single,
         "on several GPUs": [row for row in started if row not in single],
+        "added, for fitting, one GPU": [row for row in single if row.fits],
+        "added, judging, one GPU": [row for row in single if row.judges],
+        "added, for fitting, several GPUs": [
+            row for row in started if row.fits and row not in single
+        ],
+        "added, judging, several GPUs": [
+            row for row in started if row.judges and row not in single
+        ],
     }
     yield "| runs | quantity | number | mean error | worst | mean, bytes | worst |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
@@ -342,6 +364,32 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
             else:
                 cells += ["", ""]
             yield f"| {' | '.join(cells)} |"
+
+
+def peer(rows: Sequence[Row]) -> Iterator[str]:
+    """KV tokens by llm-d-planner, for the runs that have its prediction."""
+    key, tokens = "llm_d_planner_kv_tokens", QUANTITIES[-1]
+    known = [row for row in rows if key in row.run and row.error(tokens) is not None]
+    if not known:
+        return
+    ours = [100 * abs(row.share(tokens) or 0) for row in known]
+    theirs = [100 * (row.run[key] / row.run["kv_tokens"] - 1) for row in known]
+    off = [abs(share) for share in theirs]
+    yield from ("## Compared with llm-d-planner", "")
+    yield (
+        f"Its own published predictions of KV tokens for {len(known)} of these runs "
+        f"are off by {mean(off):.1f} % on average and {max(off):.1f} % at worst."
+    )
+    yield f"Those of `make plan` are off by {mean(ours):.2f} % and {max(ours):.2f} %."
+    yield from ("", "| run | published | `make plan` | llm-d-planner |")
+    yield "| --- | ---: | ---: | ---: |"
+    for row, share in zip(known, theirs, strict=True):
+        own = tokens.foreseen(row.result)
+        figures = (
+            f"{row.run['kv_tokens']:,} | {own:,} | {row.run[key]:,} ({share:+.1f} %)"
+        )
+        yield f"| {row.run['id']} | {figures} |"
+    yield ""
 
 
 if __name__ == "__main__":

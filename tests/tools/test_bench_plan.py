@@ -50,6 +50,19 @@ def test_another_release_or_config_is_marked_and_not_held_against_the_goals() ->
     assert "| all on one GPU | weights | 3 | 10.00 % | 10.00 % | 1024 MiB |" in page
 
 
+def test_runs_that_judge_are_chosen_by_their_id() -> None:
+    runs = tomllib.loads((REPOSITORY / published_runs.DATA / "runs.toml").read_text())
+    rows = [published_runs.Row(run, "", STARTED) for run in runs["run"]]
+    added = [row for row in rows if "added" in row.run]
+    judging = [row for row in added if row.judges]
+    assert (len(added), len(judging)) == (32, 16)
+    assert not any(row.judges or row.fits for row in rows if row not in added)
+    assert sum(row.run["gpu_count"] > 1 for row in added) == 15
+    summary = published_runs.summary(added)
+    (line,) = (s for s in summary if "judging, one GPU | KV tokens" in s)
+    assert f"| {sum(row.run['gpu_count'] == 1 for row in judging)} |" in line
+
+
 def test_left_out_and_refused_are_said() -> None:
     refused = published_runs.Row(
         RUN, "0.19.0", {"outcome": "ValueError", "error": "No."}
@@ -82,7 +95,7 @@ def test_nearest_release(
 def test_every_run_has_its_config_and_a_card() -> None:
     folder = REPOSITORY / published_runs.DATA
     runs = tomllib.loads((folder / "runs.toml").read_text())["run"]
-    assert len(runs) == len({run["id"] for run in runs}) == 33
+    assert len(runs) == len({run["id"] for run in runs}) == 65
     for run in runs:
         assert (folder / run["config_file"]).is_file()
         card = next(c for word, c in published_runs.CARDS.items() if word in run["gpu"])
