@@ -31,6 +31,7 @@ class Suite:
 
 
 STARTS = "tests/vgpu/engine/test_start_within_budget.py"
+LIBRARIES = "tests/vgpu/engine/test_derived.py"
 SUITES = {
     "tools": Suite("tests/tools", tools=True),
     "gpu": Suite("tests/gpu", tools=True),
@@ -39,12 +40,14 @@ SUITES = {
     "vgpu-long": Suite("tests/vgpu", "long"),
     "topics": Suite("tests/vgpu/engine", "topic"),
     "device": Suite("tests/vgpu/device"),
-    # And two of the topics: an older release starts within its budget, ours and not.
+    # And of the topics: an older release starts within its budget, ours and not, and
+    # libraries that build on it keep working.
     "older": Suite(
         "tests/vgpu/device",
         also=(
             f"{STARTS}::test_envelope_keeps_its_word[v1]",
             f"{STARTS}::test_official_takes_more_than_requested[v1]",
+            f"{LIBRARIES}::test_each_way_is_as_with_the_release",
         ),
     ),
 }
