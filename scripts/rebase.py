@@ -2,7 +2,8 @@
 
 Patches are merged three-way onto that release. What upstream has taken is named and
 left out. A conflict is left in build/ to be resolved; run the command again to
-continue. --check is make drift.
+continue. patches/resolutions keeps how it was resolved, so that git does it the next
+time. --check is make drift.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from scripts.series import (
     Outcome,
     conflict_report,
     git,
+    recall,
+    remember,
     run_git,
     touched_lines,
     transplant,
@@ -34,13 +37,12 @@ from scripts.source import another
 SAID = {
     "applies": "applies",
     "merged": "merged into changed surroundings",
+    "remembered": "conflicts resolved as before",
     "resolved": "resolved by hand",
     "taken": "upstream has it: left out",
     "skipped": "skipped by hand: left out",
     "conflict": "conflicts",
 }
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, help="vLLM release to move to")
     parser.add_argument("--check", action="store_true", help="report, write nothing")
@@ -58,11 +60,13 @@ def main(args: argparse.Namespace) -> None:
                 print(*report(old, new, folder), sep="\n")
             return
         folder = args.root / f"build/rebase-{args.to}"
+        memory = args.root / "patches/resolutions"
         if not folder.exists():
             with scratch(args.root / "build", "rebase") as part:
-                another(old, args.to, part / "new")
+                recall(another(old, args.to, part / "new").tree, memory)
                 (part / "new").rename(folder)
         new = Base.load(folder, args.to)
+        remember(new.tree, memory)
         for patch in old.patches():
             move(old, new, patch)
         patches = patch_files(args.root, new.tree)
@@ -103,17 +107,16 @@ def move(old: Base, new: Base, patch: Path) -> None:
         again = f"make rebase BASE={old.version} TO={new.version}"
         raise Problem(conflict_report(new.tree, patch, outcome, again))
     tell(patch, outcome)
-    if outcome.kind in ("applies", "merged", "resolved"):
+    if outcome.kind not in ("taken", "skipped"):
         note = ("add", "-f", "-m", patch.name, "HEAD")
         git(new.tree, "notes", f"--ref={NAMES_REF}", *note)
 
 
 def tell(patch: Path, outcome: Outcome) -> None:
     print(f"{patch.name}: {SAID[outcome.kind]}")
+    conflict = outcome.kind in ("conflict", "remembered")
     for name in outcome.files:
-        already = (
-            "" if outcome.kind == "conflict" else ": its changes are there already"
-        )
+        already = "" if conflict else ": its changes are there already"
         print(f"  {name}{already}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +127,13 @@ def apply(base: Base, tree: Path, patches: list[Path]) -> None:
 class Outcome:
     """What became of a patch on another base.
 
-    ``files`` are those that conflict, or those that have its changes already.
+    ``files`` are those that conflict, those whose conflicts git resolved as before, or
+    those that have its changes already.
     """
 
-    kind: Literal["applies", "merged", "resolved", "taken", "skipped", "conflict"]
+    kind: Literal[
+        "applies", "merged", "remembered", "resolved", "taken", "skipped", "conflict"
+    ]
     files: tuple[str, ...] = ()
 
 
@@ -164,10 +168,15 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
     )  # fmt: skip
     if done.returncode:
         conflicts = git(tree, "diff", "--name-only", "--diff-filter=U", "-z")
-        if not conflicts:
+        if conflicts:
+            return Outcome("conflict", tuple(conflicts.split("\0")[:-1]))
+        staged = re.findall(
+            "^Staged '(.*)' using previous resolution", done.stderr, re.M
+        )
+        if not staged or run_git(tree, "am", "--continue").returncode:
             run_git(tree, "am", "--abort")
             raise Problem(f"{patch.name} cannot be merged: {done.stderr.strip()}")
-        return Outcome("conflict", tuple(conflicts.split("\0")[:-1]))
+        return Outcome("remembered", tuple(staged))
     if "Patch already applied" in done.stdout:
         return Outcome("taken")
     files = re.findall(r"^diff --git a/(\S+)", content.decode(errors="replace"), re.M)
@@ -197,6 +206,34 @@ def nameless(tree: Path) -> str:
     else:
         return ""
     return f' -c user.name="{IDENTITY[0]}" -c user.email={IDENTITY[1]}'
+
+
+def recall(tree: Path, memory: Path) -> None:
+    """Have git resolve conflicts in ``tree`` as before (git rerere)."""
+    git(tree, "config", "rerere.enabled", "true")
+    git(tree, "config", "rerere.autoUpdate", "true")
+    if memory.exists():
+        shutil.copytree(memory, tree / ".git/rr-cache", dirs_exist_ok=True)
+
+
+def remember(tree: Path, memory: Path) -> None:
+    """Keep in ``memory`` how conflicts in ``tree`` were resolved.
+
+    git keeps each file whole, before and after. It merges the difference into the next
+    conflict of the same lines, so that the changed lines and three around suffice.
+    """
+    for after in sorted((tree / ".git/rr-cache").glob("*/postimage*")):
+        kept = memory / after.parent.name / after.name
+        if kept.exists():
+            continue
+        before = after.with_name(after.name.replace("post", "pre"))
+        shown = run_git(tree, "diff", "--no-index", "-U3", str(before), str(after))
+        _, *hunks = re.split("^@@.*\n", shown.stdout, flags=re.M)
+        lines = "".join(hunks).split("\n")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        for path, sign in ((before, "-"), (after, "+")):
+            text = "".join(f"{s[1:]}\n" for s in lines if s[:1] in (" ", sign))
+            kept.with_name(path.name).write_text(text, errors="surrogateescape")
 
 
 def unresolved(tree: Path) -> bool:

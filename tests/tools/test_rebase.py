@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import subprocess
 import tomllib
 from pathlib import Path
 
-from tests.tools.project import Project
+from tests.tools.project import PLAN, Project, new_project
 
 
 def resolve(tree: Path, name: str, content: str) -> None:
@@ -51,6 +53,37 @@ def test_a_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
     assert (series.tree / "vllm/plan.py").read_text() == "resolved = 1\n"
     assert series.git("rev-list", "--count", "HEAD") == "5\n"
     assert old.exists()
+
+
+def test_a_conflict_is_resolved_once(
+    series: Project, index: tuple[str, Path], tmp_path: Path
+) -> None:
+    """git resolves it the next time, in another clone and in a file that changed."""
+    series.fails("rebase", "--to", "1.2.2")
+    tree = series.root / "build/rebase-1.2.2/vllm"
+    conflict = re.compile("^<{7}.*^>{7}.*?\n", re.M | re.S)
+    plan = (tree / "vllm/plan.py").read_text()
+    resolve(tree, "vllm/plan.py", conflict.sub("p = 3\n", plan))
+    series.ok("rebase", "--to", "1.2.2")
+    memory = series.root / "patches/resolutions"
+    (before,) = memory.glob("*/preimage")
+    assert "p = 2\n" in before.read_text() and "a = 1\n" not in before.read_text()
+
+    other = new_project(index, tmp_path / "other")
+    shutil.copytree(memory, other.root / "patches/resolutions")
+    other.ok("source")
+    plan = PLAN.replace("a = 1", "a = 2").replace("p = 1", "p = 2")
+    other.commit("[Core] Two places", vllm__plan_py=plan)
+    other.commit("[Core] Comes after", vllm__gone_py="UNUSED = 2\n")
+    other.ok("export")
+    shown = other.ok("rebase", "--to", "1.2.2").splitlines()
+    assert shown[:3] == [
+        "two-places.patch: conflicts resolved as before",
+        "  vllm/plan.py",
+        "comes-after.patch: applies",
+    ]
+    patch = (other.root / "patches/v1.2.2/two-places.patch").read_text()
+    assert "\n-a = 1\n+a = 2\n" in patch and "\n-p = 0\n+p = 3\n" in patch
 
 
 def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> None:
