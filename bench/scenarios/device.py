@@ -11,7 +11,7 @@ import os
 # The GPU suite asks NVML even where a virtual device stands in for a GPU.
 VIRTUAL = "VGPU_RUN" in os.environ and os.environ.get("ENVELOPE_METER") != "NVML"
 # What the runtime does not call the driver for.
-CALLS = ("cu[A-Z]*", "nvml*", "cudaHost*", "cudaFreeHost")
+CALLS = ("cu[A-Z]*", "nvml*", "cudaHost*", "cudaFreeHost", "cudaMemcpy*")
 if VIRTUAL:
     from vgpu import control
 else:

@@ -1,11 +1,13 @@
 """Host memory that an engine pins when it sleeps at level 1, and has after waking up.
 
-The argument is a JSON object: "model", a name in models.py, and "layers".
+The argument is a JSON object: "model", a name in models.py, "layers", and variables of
+the "environment", if any.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 
 def main() -> None:
-    llm = engine(json.loads(sys.argv[1]), enable_sleep_mode=True)
+    case = json.loads(sys.argv[1])
+    os.environ |= case.get("environment", {})
+    llm = engine(case, enable_sleep_mode=True)
     from vgpu import control
 
     (weights,) = llm.collective_rpc(weights_bytes)
