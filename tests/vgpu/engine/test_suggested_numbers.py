@@ -126,7 +126,7 @@ SAYS = {
     ),
     "bytes of KV cache that are not free": Says(
         {"report": True, "held": GIB, "llm": {"kv_cache_memory_bytes": 8 * GIB}},
-        r"Set it to at most (\d+), less what CUDA graphs take, or leave it out",
+        r"kv_cache_memory_bytes to at most (\d+), less what CUDA graphs take, or",
         that_kv_cache,
     ),
     "bytes of KV cache, and a limit": Says(
