@@ -71,7 +71,8 @@ class Program:
 
         self.rng = random.Random(case["seed"])
         self.stream = torch.cuda.current_stream()
-        self.other = torch.cuda.Stream()
+        # Made once: PyTorch hands out 32 streams, and then those of the engine.
+        self.other, self.capturing = torch.cuda.Stream(), torch.cuda.Stream()
         self.held: list[tuple[Any, int]] = []
         self.source, self.target = (
             torch.zeros(SIZE, dtype=torch.uint8).pin_memory() for _ in range(2)
@@ -179,8 +180,9 @@ class Program:
 
         def run() -> None:
             try:
-                stream = torch.cuda.Stream()
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+                with torch.cuda.graph(
+                    graph, stream=self.capturing, capture_error_mode=mode
+                ):
                     copied = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
                     copied.copy_(source, non_blocking=True)
                     begun.set()
@@ -197,9 +199,11 @@ class Program:
         thread = threading.Thread(target=run)
         thread.start()
         begun.wait()
-        generated = self.generate() if self.rng.random() < 0.5 else None
-        go.set()
-        thread.join()
+        try:
+            generated = self.generate() if self.rng.random() < 0.5 else None
+        finally:
+            go.set()
+            thread.join()
         return [mode, ended, generated]
 
     def replay(self) -> list[list[int]]:
