@@ -1,10 +1,11 @@
-"""Workers of a caller's own, which derive from vLLM's as 0.33.0 lets them."""
+"""Workers and an executor of a caller's own, which derive from vLLM's of 0.33.0."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import (
     MemoryProfilingResult,
     MemorySnapshot,
@@ -46,3 +47,9 @@ class GoesOnWithItsKVCache(Worker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         assert self.model_runner.kv_caches[0].numel() > 0
+
+
+class ExecutorThatGoesOn(UniProcExecutor):
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        assert self.driver_worker.worker.model_runner.kv_caches[0].numel() > 0
