@@ -51,7 +51,7 @@ SLEEP = (
     (6 * GIB, False),
 )
 # On the virtual device, which is as slow as its host.
-ROUNDS_THERE, TURNS_THERE, SLEEP_THERE = 4, 1, ((GIB // 4, True),)
+ROUNDS_THERE, SLEEP_THERE = 4, ((GIB // 4, True),)
 STARTS = 6
 # Prompts at once, and turns of so many batches: "hybrids: first tokens".
 PROMPTS, TURNS, BATCHES = (64, 256, 1024), 8, 4
@@ -483,7 +483,6 @@ def first_tokens(
     engines: dict[str, Conversation] = {}
     llm = {"gpu_memory_utilization": 0.4}  # a step of stock's goes beyond it
     case = json.dumps({"model": large(machine, "hybrid"), "llm": llm})
-    numbers = PROMPTS[:1] if machine.virtual else PROMPTS
     with contextlib.ExitStack() as stack:
         for vllm in VLLMS:
             process = kit.scenario("bench.scenarios.hybrid_ttft", [case], vllm, folder)
@@ -492,9 +491,9 @@ def first_tokens(
             results[vllm]["first tokens"] = {}
         if any(result["outcome"] != "started" for result in results.values()):
             return results
-        for number in range(TURNS_THERE if machine.virtual else TURNS):
+        for number in range(TURNS):
             began = time.monotonic()
-            for prompts in numbers:
+            for prompts in PROMPTS:
                 for vllm in in_turn(number):
                     left = end - time.monotonic()
                     told = engines[vllm].ask(f"{prompts} {BATCHES}", left)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpu.suite import BATCHES, CYCLES, ROUNDS_THERE, Ratios
+from gpu.suite import CYCLES, ROUNDS_THERE, Ratios
 from scripts import caches
 from tests.vgpu.engine.harness import HOOKS, ROOT
 
@@ -135,17 +135,6 @@ def test_starts_are_timed_in_turn(tmp_path: Path) -> None:
             seconds, calls = detail["determine_available_memory: profile_run"]
             assert 0 < seconds < start["determine_available_memory"]
             assert calls == 1
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_first_tokens_come_in_turn(tmp_path: Path) -> None:
-    card = CARD.replace("16GiB", "64GiB") + HOOKS
-    content = suite("^hybrids: first", tmp_path, card)
-    (entry,) = content["cases"].values()
-    for vllm in ("unpatched", "patched"):
-        (times,) = entry[vllm]["first tokens"].values()
-        assert len(times) == BATCHES and min(times) > 0
 
 
 def test_ratios_of_pairs() -> None:
