@@ -12,9 +12,9 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "
 # They try the newest series.
 TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase drift carry compare pr alone api topics-page check check-quick verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift backport compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
-  bench-start bench-start-time bench-extensible bench-release bench-first-start bench-rank-fails \
+  bench-start bench-start-time bench-extensible bench-stock bench-first-start bench-rank-fails \
   bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan slice plan gpu calibrate bundle results-page findings \
   figures tables help
 
@@ -44,8 +44,8 @@ rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
 drift: source  ## TO=: conflicts of the whole series with another release
 	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
-carry: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
-	@$(call RUN,scripts.carry) --to $(or $(TO),$(error TO=<vLLM release> is needed))
+backport: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
+	@$(call RUN,scripts.backport) --to $(or $(TO),$(error TO=<vLLM release> is needed))
 
 compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 	@.venv/bin/python -m scripts.compare \
@@ -98,7 +98,7 @@ device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suit
 	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
 
 torch-tests: build/torch-tests/ready  ## TESTS=pytorch/test: PyTorch's own tests of memory; ONLY=, TORCH=
-	@$(DEVICE_ENV)/bin/python -m scripts.torch_tests \
+	@$(DEVICE_ENV)/bin/python -m scripts.torch_suite \
 	  --tests "$(or $(TESTS),$(error TESTS=<pytorch/test> is needed: vgpu/README.md))" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(OTHER_VERSION),--other-version)
 
@@ -124,8 +124,8 @@ bench-extensible: vgpu envelope  ## --enable-extensible-kv-cache, the estimate a
 bench-start-time: vgpu envelope  ## CPU time of a start, patched and stock in pairs; PAIRS=20
 	@$(call RUN,bench.start_time) $(if $(PAIRS),--pairs $(PAIRS))
 
-bench-release: vgpu envelope  ## which starts succeed, with which KV cache; ONLY=pattern, MORE=1: other models
-	@$(call RUN,bench.release) $(if $(ONLY),--only "$(ONLY)") $(if $(MORE),--more)
+bench-stock: vgpu envelope  ## which starts succeed, with which KV cache; ONLY=pattern, MORE=1: other models
+	@$(call RUN,bench.stock_comparison) $(if $(ONLY),--only "$(ONLY)") $(if $(MORE),--more)
 
 bench-rank-fails: vgpu envelope ray  ## seconds until all have ended after one rank failed
 	@$(call RUN,bench.rank_fails)

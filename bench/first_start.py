@@ -110,7 +110,7 @@ def both(base: Base, start: Start, site: str) -> list[dict[str, Any]]:
     case = start.case(base.root / "build/bench-first-start" / site)
     cases = json.dumps([case] * len(STARTS))
     device = {"memory": start.memory}
-    found = list(results(base, site, device, "starts", cases))
+    found = list(results(base, site, device, "start_each", cases))
     if len(found) != len(STARTS):
         raise Problem(f"{start.name}, {site}: {len(found)} starts ended")
     told = ", ".join(outcome(result) for result in found)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import memory_picture
-from bench.foresee import Asked, Plan, Release, foresee, ranks
 from bench.plan_tables import SWEPT_HEAD, beside, swept_row, table, verdict
+from bench.simulated_start import Asked, Plan, Release, ranks, simulate
 from scripts.commands import Problem, command, write_whole
 from vgpu import config as vgpu_config
 
@@ -64,11 +64,11 @@ def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".plan.", dir=args.root / "build") as name:
         folder = Path(name)
         if args.report:
-            plans = [foresee_again(args, folder)]
+            plans = [simulate_again(args, folder)]
         elif args.sweep:
             plans = sweep(args, folder)
         else:
-            plans = [foresee_with_changes(args, folder)]
+            plans = [simulate_with_changes(args, folder)]
     if args.json:
         told = [plan.as_dict() for plan in plans]
         whole = told if args.sweep else told[0]
@@ -80,9 +80,9 @@ def main(args: argparse.Namespace) -> None:
         write_whole(args.svg, memory_picture.picture(drawn.report()))
 
 
-def foresee_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
+def simulate_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
     """One start; where it does not fit, one more for each change that may help."""
-    plan = foresee(asked(args, folder), folder)
+    plan = simulate(asked(args, folder), folder)
     print(table(plan), flush=True)
     if plan.fits:
         return plan
@@ -93,7 +93,7 @@ def foresee_with_changes(args: argparse.Namespace, folder: Path) -> Plan:
         words = " ".join(change)
         changed = replace(plan.asked, flags=(*plan.asked.flags, *change))
         try:
-            tried = foresee(changed, folder, words)
+            tried = simulate(changed, folder, words)
         except Problem as problem:
             print(f"- {words}: {problem}", flush=True)
             continue
@@ -111,13 +111,13 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[Plan]:
     print(SWEPT_HEAD)
     plans = []
     for label, case in cases:
-        plans.append(foresee(case, folder, label))
+        plans.append(simulate(case, folder, label))
         print(swept_row(label, plans[-1]), flush=True)
     print(verdict(args.sweep, [label for label, _ in cases], plans))
     return plans
 
 
-def foresee_again(args: argparse.Namespace, folder: Path) -> Plan:
+def simulate_again(args: argparse.Namespace, folder: Path) -> Plan:
     """The start that a report is of, beside what it says."""
     try:
         report = json.loads(args.report.read_text())
@@ -129,7 +129,7 @@ def foresee_again(args: argparse.Namespace, folder: Path) -> Plan:
             f"{args.report}: a report as VLLM_STARTUP_MEMORY_REPORT writes it, with "
             f"what started, is wanted; {error!r}."
         ) from error
-    plan = foresee(again, folder)
+    plan = simulate(again, folder)
     print(table(plan))
     print(beside(plan, report))
     return plan

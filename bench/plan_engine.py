@@ -1,5 +1,5 @@
 """Start vLLM's engine as `vllm serve` would, with dummy weights, on the device that it
-runs on: foresee.py runs it in the environment of the release.
+runs on: simulated_start.py runs it in the environment of the release.
 
 The argument is a JSON object: "model" (a folder), "flags" (of `vllm serve`) and
 "environment" (variables, read as vLLM is imported). Prints "PHASE name" as each begins
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from bench.scenarios.on_the_host import (
     inspect_models_here,
     own_process,
 )
+from bench.scenarios.result import print_result
 
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -64,7 +65,7 @@ def main() -> None:
             if name.exists():
                 result["report"] = json.loads(name.read_text())
     result["seconds"] = time.perf_counter() - began
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
@@ -72,7 +73,7 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     own_process()
     arguments = parse([asked["model"], *asked["flags"]])
     if (arguments.data_parallel_size or 1) > 1:
-        raise ValueError("the ranks of one engine are foreseen, not several engines")
+        raise ValueError("the ranks of one engine are predicted, not several engines")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine

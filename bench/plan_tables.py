@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.foresee import GIB, Plan, why
+from bench.simulated_start import GIB, Plan, why
 
 
 def gib(size: float) -> str:
@@ -88,18 +88,18 @@ def verdict(sweep: str, labels: Sequence[str], plans: Sequence[Plan]) -> str:
 
 
 def beside(plan: Plan, report: Mapping[str, Any]) -> str:
-    """What the report says, beside what is foreseen."""
+    """What the report says, beside what is predicted."""
     said = dict(report["in_use"]) | dict(report["set_aside"])
-    foreseen = (
+    predicted = (
         plan.result["in_use"] | plan.set_aside()
         if plan.fits
         else {"weights": plan.result.get("weights")}
     )
-    lines = ["", f"{'':<24}{'reported':>13}{'foreseen':>13}"]
+    lines = ["", f"{'':<24}{'reported':>13}{'predicted':>13}"]
     for name, size in said.items():
         cells = [
             gib(size) if size is not None else "-"
-            for size in (size, foreseen.get(name))
+            for size in (size, predicted.get(name))
         ]
         lines.append(f"{name.replace('_', ' '):<24}{cells[0]:>13}{cells[1]:>13}")
     if report["failed_phase"]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.foresee import Asked, Release, foresee, profile_of, why
+from bench.simulated_start import Asked, Release, profile_of, simulate, why
 from bench.virtual import recorded
 from scripts.commands import Problem, command, scratch, write_whole
 
@@ -55,7 +55,7 @@ class Quantity:
     name: str
     published: str
     """A field of a run."""
-    foreseen: Callable[[dict[str, Any]], float | None]
+    predicted: Callable[[dict[str, Any]], float | None]
     bytes: bool = True
 
 
@@ -138,10 +138,10 @@ class Row:
     def error(self, quantity: Quantity) -> float | None:
         """Predicted less published."""
         published = self.run.get(quantity.published)
-        foreseen = quantity.foreseen(self.result)
-        if published is None or foreseen is None:
+        predicted = quantity.predicted(self.result)
+        if published is None or predicted is None:
             return None
-        return float(foreseen - published)
+        return float(predicted - published)
 
     def share(self, quantity: Quantity) -> float | None:
         """The error by what was published."""
@@ -158,7 +158,7 @@ def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
             file = kept / f"{digest(start)}.json"
             if file.exists() and not again:
                 return Row(run, version, json.loads(file.read_text()))
-            done = foresee(start, folder, run["id"])
+            done = simulate(start, folder, run["id"])
         except Problem as problem:
             said = str(problem).replace(f"{folder}/", "").splitlines()[0]
             return Row(run, version, {}, said[:300])
@@ -318,13 +318,13 @@ def of_run(row: Row) -> str:
 
 
 def cell(row: Row, quantity: Quantity) -> str:
-    foreseen, share = quantity.foreseen(row.result), row.share(quantity)
-    if foreseen is None or share is None:
+    predicted, share = quantity.predicted(row.result), row.share(quantity)
+    if predicted is None or share is None:
         return ""
     published = row.run[quantity.published]
-    both = f"{foreseen:,.0f} / {published:,}"
+    both = f"{predicted:,.0f} / {published:,}"
     if quantity.bytes:
-        both = f"{foreseen:.2f} / {published:.2f}"
+        both = f"{predicted:.2f} / {published:.2f}"
     return f"{both} ({100 * share:+.1f} %)"
 
 
@@ -384,7 +384,7 @@ def peer(rows: Sequence[Row]) -> Iterator[str]:
     yield from ("", "| run | published | `make plan` | llm-d-planner |")
     yield "| --- | ---: | ---: | ---: |"
     for row, share in zip(known, theirs, strict=True):
-        own = tokens.foreseen(row.result)
+        own = tokens.predicted(row.result)
         figures = (
             f"{row.run['kv_tokens']:,} | {own:,} | {row.run[key]:,} ({share:+.1f} %)"
         )

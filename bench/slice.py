@@ -107,9 +107,9 @@ def below(
         case = {"generate": 2} | case | {"llm": llm}
     paths = [*([ours] if site == "envelope" else []), base.root]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        shelf = base.root / "build/kernels"
+        kernels = base.root / "build/kernels"
         environment = caches.environment(
-            {"PYTHONPATH": ":".join(map(str, paths))}, Path(folder), shelf
+            {"PYTHONPATH": ":".join(map(str, paths))}, Path(folder), kernels
         )
         environment |= slice_of(library, size, Path(folder))
         if allocator := ALLOCATORS.get(case.get("how", "")):

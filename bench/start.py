@@ -156,7 +156,7 @@ def with_buffer(
 
 def starts(base: Base, cases: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
     """The result of each start; see scenarios/start.py."""
-    found = list(results(base, site, DEVICE, "starts", json.dumps(cases)))
+    found = list(results(base, site, DEVICE, "start_each", json.dumps(cases)))
     if len(found) != len(cases):
         raise Problem(f"{site}: {len(found)} of {len(cases)} starts ended.")
     return found

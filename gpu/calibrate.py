@@ -21,8 +21,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from gpu.builds import Builds
 from gpu.card import Card, CardError
-from gpu.kit import Kit
 from gpu.suite import command_line, file_name, prepare, survey, write
 from scripts.commands import REPOSITORY, Problem, command
 
@@ -82,12 +82,12 @@ def profile(
     return "\n".join(lines) + "\n"
 
 
-def measure(kit: Kit, folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+def measure(builds: Builds, folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     """Bytes by what takes them, and why others could not be measured."""
     measured: dict[str, int] = {}
     failed: dict[str, str] = {}
     for what in ("driver", "nccl"):
-        found = kit.run("gpu.probe", [what], "unpatched", folder, LIMIT)
+        found = builds.run("gpu.probe", [what], "unpatched", folder, LIMIT)
         if "outcome" in found:
             failed[what] = found["error"]
         else:
@@ -95,13 +95,13 @@ def measure(kit: Kit, folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     return measured, failed
 
 
-def start(kit: Kit, case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return kit.run(
+def start(builds: Builds, case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return builds.run(
         "bench.scenarios.start", [json.dumps(case)], "patched", folder, LIMIT
     )
 
 
-def start_again(content: dict[str, Any], kit: Kit, folder: Path) -> None:
+def start_again(content: dict[str, Any], builds: Builds, folder: Path) -> None:
     """Start the engines of an earlier result on this machine's GPU.
 
     Raises:
@@ -115,20 +115,22 @@ def start_again(content: dict[str, Any], kit: Kit, folder: Path) -> None:
                 f"as in the result; found {gpu[key]}."
             )
     for entry in content["starts"].values():
-        entry["card"] = start(kit, entry["case"], folder)
+        entry["card"] = start(builds, entry["case"], folder)
     content["started again"] = command_line()
-    content["versions"] = kit.installed() | {"vllm": kit.versions["patched"]}
+    content["versions"] = builds.installed() | {"vllm": builds.versions["patched"]}
 
 
-def predict(kit: Kit, content: dict[str, Any], folder: Path) -> None:
+def predict(builds: Builds, content: dict[str, Any], folder: Path) -> None:
     """Start the same engines on the virtual device of that profile."""
     device = folder / "device.toml"
     other = f"other = {content['other']}\n"
     device.write_text(content["profile"] + other)
-    virtual = kit.on_device(device)
+    virtual = builds.on_device(device)
     for entry in content["starts"].values():
         entry["predicted"] = start(virtual, entry["case"], folder)
-    content["predicted with"] = kit.installed() | {"vllm": kit.versions["patched"]}
+    content["predicted with"] = builds.installed() | {
+        "vllm": builds.versions["patched"]
+    }
 
 
 def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -171,21 +173,23 @@ def main(args: argparse.Namespace) -> None:
             except (OSError, ValueError) as error:
                 raise Problem(f"{earlier} is no result: {error}") from None
             target = (args.out or earlier.parent) / earlier.name
-            kit = prepare(args, folder / "kit")
+            builds = prepare(args, folder / "builds")
             if args.starts:
-                start_again(content, kit, folder)
+                start_again(content, builds, folder)
                 write(target, content)
         else:
-            content, target, kit = on_card(args, folder)
+            content, target, builds = on_card(args, folder)
         if not args.no_predict:
-            predict(kit, content, folder)
+            predict(builds, content, folder)
             write(target, content)
     for row in compare(content):
         print(row)
     print(target)
 
 
-def on_card(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Path, Kit]:
+def on_card(
+    args: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], Path, Builds]:
     """Measure and start engines on this machine's GPU; keep it as a result.
 
     Raises:
@@ -200,12 +204,12 @@ def on_card(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pat
         raise Problem(f"a whole GPU is needed, not a slice: found {machine.share}.")
     if machine.virtual and not args.out:
         raise Problem("this is the virtual device: --out FOLDER is needed.")
-    kit = prepare(args, folder / "kit")
+    builds = prepare(args, folder / "builds")
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    measured, failed = measure(kit, folder)
+    measured, failed = measure(builds, folder)
     if "context" not in measured:
         raise Problem(f"the driver could not be measured: {failed['driver']}")
-    versions = kit.installed()
+    versions = builds.installed()
     gpu = described["gpu"]
     head = f"{date}, driver {gpu['driver']}, torch {versions['torch']}"
     properties = card.driver.properties()
@@ -214,7 +218,7 @@ def on_card(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pat
         "kind": "calibration",
         "date": date,
         **described,
-        "versions": versions | {"vllm": kit.versions["patched"]},
+        "versions": versions | {"vllm": builds.versions["patched"]},
         "command": command_line(),
         "measured": measured,
         "not measured": failed,
@@ -222,17 +226,17 @@ def on_card(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pat
         "other": max(0, machine.total - machine.free - measured["context"]),
         "profile": profile(gpu, properties, measured, head),
         "starts": {
-            name: {"case": case, "card": start(kit, case, folder)}
+            name: {"case": case, "card": start(builds, case, folder)}
             for name, case in (SMALL if args.small else STARTS).items()
         },
     }
     out = args.out or args.root / "results"
-    name = file_name(gpu["name"], date, kit.versions["unpatched"])
+    name = file_name(gpu["name"], date, builds.versions["unpatched"])
     target = out / f"calibration-{name}"
     write(target, content)
     profiles = args.out or args.root / "vgpu/profiles"
     (profiles / f"{profile_name(gpu['name'])}.toml").write_text(content["profile"])
-    return content, target, kit
+    return content, target, builds
 
 
 def profile_name(gpu: str) -> str:

@@ -10,13 +10,13 @@ else may move memory on the GPU at that time. A JSON object follows "RESULT ".
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_void_p
 from typing import Any
 
+from bench.scenarios.result import print_result
 from gpu.card import Card, Driver
 
 COPIES = 64
@@ -172,4 +172,4 @@ def measure_nccl() -> dict[str, int]:
 
 if __name__ == "__main__":
     probes = {"driver": measure_driver, "nccl": measure_nccl}
-    print("RESULT " + json.dumps(probes[sys.argv[1]]()), flush=True)
+    print_result(probes[sys.argv[1]]())

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu.builds import VLLMS
 from gpu.calibrate import GOAL, KV_CACHE_GOAL, compare
-from gpu.kit import VLLMS
 from scripts.commands import Problem, command, write_whole
 
 PAGE = "docs/gpu.md"

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios.observe import PHASES
+from gpu.builds import VLLMS, Builds, Conversation
 from gpu.card import MIB, Card, CardError
-from gpu.kit import VLLMS, Conversation, Kit
 from scripts.commands import REPOSITORY, Problem, command, write_whole
 from scripts.release import Base
 
@@ -87,7 +87,7 @@ class Case:
     """
 
     name: str
-    run: Callable[[Kit, Machine, Path, float], dict[str, Result]]
+    run: Callable[[Builds, Machine, Path, float], dict[str, Result]]
     judge: Callable[[Machine, Result, Result], Iterator[Check]]
     needs: int = 10 * GIB
     where: bool | None = None
@@ -98,18 +98,18 @@ class Case:
 
 def each(
     scenario: str, arguments: Callable[[Machine, str], list[str] | dict[str, Any]]
-) -> Callable[[Kit, Machine, Path, float], dict[str, Result]]:
+) -> Callable[[Builds, Machine, Path, float], dict[str, Result]]:
     """Run a scenario with one vLLM, then with the other."""
     module = f"bench.scenarios.{scenario}"
 
     def run(
-        kit: Kit, machine: Machine, folder: Path, limit: float
+        builds: Builds, machine: Machine, folder: Path, limit: float
     ) -> dict[str, Result]:
         results = {}
         for vllm in VLLMS:
             given = arguments(machine, vllm)
             text = given if isinstance(given, list) else [json.dumps(given)]
-            results[vllm] = kit.run(module, text, vllm, folder, limit)
+            results[vllm] = builds.run(module, text, vllm, folder, limit)
         return results
 
     return run
@@ -228,12 +228,12 @@ def full_batches(name: str, *, extensible: bool = False) -> Case:
         }
 
     def run(
-        kit: Kit, machine: Machine, folder: Path, limit: float
+        builds: Builds, machine: Machine, folder: Path, limit: float
     ) -> dict[str, Result]:
         results, left = {}, True
         for vllm in reversed(VLLMS):
             text = [json.dumps(case(machine, vllm, left))]
-            result = kit.run("bench.scenarios.start", text, vllm, folder, limit)
+            result = builds.run("bench.scenarios.start", text, vllm, folder, limit)
             left, results[vllm] = result.get("left", True), result
         return {vllm: results[vllm] for vllm in VLLMS}
 
@@ -274,11 +274,11 @@ def serves_full_batches(
 
 def serve(
     model: str,
-) -> Callable[[Kit, Machine, Path, float], dict[str, Result]]:
+) -> Callable[[Builds, Machine, Path, float], dict[str, Result]]:
     """Both engines at once; they decode in turn, so that both meet the same clocks."""
 
     def run(
-        kit: Kit, machine: Machine, folder: Path, limit: float
+        builds: Builds, machine: Machine, folder: Path, limit: float
     ) -> dict[str, Result]:
         llm = {"gpu_memory_utilization": 0.4, "compilation_config": GRAPHS}
         case = {"graphs": True, "sleep": 1, "llm": llm}
@@ -297,7 +297,7 @@ def serve(
             try:
                 # Memory stands still while one starts and sleeps.
                 for vllm in VLLMS:
-                    engine = kit.scenario(
+                    engine = builds.scenario(
                         "bench.scenarios.serve", [json.dumps(case)], vllm, folder
                     )
                     engines[vllm] = stack.enter_context(engine)
@@ -402,7 +402,7 @@ def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Che
 
 
 def sleep_cycles(
-    kit: Kit, machine: Machine, folder: Path, limit: float
+    builds: Builds, machine: Machine, folder: Path, limit: float
 ) -> dict[str, Result]:
     """Cycles in turn, of processes that have not slept before."""
     end = time.monotonic() + 2 * limit
@@ -413,7 +413,7 @@ def sleep_cycles(
         engines: dict[str, Conversation] = {}
         with contextlib.ExitStack() as stack:
             for vllm in VLLMS:
-                process = kit.scenario(
+                process = builds.scenario(
                     "bench.scenarios.sleep_cycle", [case], vllm, folder
                 )
                 engines[vllm] = stack.enter_context(process)
@@ -476,7 +476,7 @@ def sleeps_as_fast(
 
 
 def first_tokens(
-    kit: Kit, machine: Machine, folder: Path, limit: float
+    builds: Builds, machine: Machine, folder: Path, limit: float
 ) -> dict[str, Result]:
     end = time.monotonic() + 2 * limit
     results: dict[str, Result] = {}
@@ -485,7 +485,9 @@ def first_tokens(
     case = json.dumps({"model": large(machine, "hybrid"), "llm": llm})
     with contextlib.ExitStack() as stack:
         for vllm in VLLMS:
-            process = kit.scenario("bench.scenarios.hybrid_ttft", [case], vllm, folder)
+            process = builds.scenario(
+                "bench.scenarios.hybrid_ttft", [case], vllm, folder
+            )
             engines[vllm] = stack.enter_context(process)
             results[vllm] = process.answer(end - time.monotonic())
             results[vllm]["first tokens"] = {}
@@ -526,7 +528,9 @@ def answers_as_fast(
 # ---- the time of a start
 
 
-def starts(kit: Kit, machine: Machine, folder: Path, limit: float) -> dict[str, Result]:
+def starts(
+    builds: Builds, machine: Machine, folder: Path, limit: float
+) -> dict[str, Result]:
     """One after another in turn, each in a process that has imported vLLM; the first of
     each build only warms caches."""
     end = time.monotonic() + 2 * limit
@@ -547,7 +551,9 @@ def starts(kit: Kit, machine: Machine, folder: Path, limit: float) -> dict[str, 
         for vllm, way, more in ways if number % 2 else reversed(ways):
             arguments = [json.dumps(case | more)]
             module = "bench.scenarios.start"
-            started = kit.run(module, arguments, vllm, folder, end - time.monotonic())
+            started = builds.run(
+                module, arguments, vllm, folder, end - time.monotonic()
+            )
             if started["outcome"] != "started":
                 results[vllm] |= {k: started.get(k) for k in ("outcome", "error")}
                 return results
@@ -587,7 +593,7 @@ def starts_as_fast(
 
 
 def own_tests(
-    kit: Kit, machine: Machine, folder: Path, limit: float
+    builds: Builds, machine: Machine, folder: Path, limit: float
 ) -> dict[str, Result]:
     end = time.monotonic() + 2 * limit
     results = {}
@@ -596,7 +602,7 @@ def own_tests(
         (folder / vllm).mkdir()
         left = end - time.monotonic()
         until_one_fails = vllm == "unpatched"
-        results[vllm] = kit.run_own_tests(
+        results[vllm] = builds.run_own_tests(
             vllm, folder / vllm, left, until_one_fails=until_one_fails
         )
     return results
@@ -721,18 +727,20 @@ def why_not(case: Case, machine: Machine) -> str:
     return ""
 
 
-def run_case(case: Case, kit: Kit, machine: Machine, limit: float) -> dict[str, Any]:
+def run_case(
+    case: Case, builds: Builds, machine: Machine, limit: float
+) -> dict[str, Any]:
     """The results of a case and whether they hold: an entry of the results file."""
     if why := why_not(case, machine):
         return {"not run": why}
     if case.timed:
-        kit.await_imports(limit)
+        builds.await_imports(limit)
     began = time.monotonic()
     results: dict[str, Any] = {}
     checks: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            results |= case.run(kit, machine, Path(folder), limit)
+            results |= case.run(builds, machine, Path(folder), limit)
         for wanted, found, holds in case.judge(machine, *(results[v] for v in VLLMS)):
             checks.append({"wanted": wanted, "found": found, "holds": bool(holds)})
     except Exception:  # the others are to run
@@ -823,16 +831,17 @@ def main(args: argparse.Namespace) -> None:
     if machine.virtual and not args.out:
         raise Problem("this is the virtual device: --out FOLDER is needed.")
     with tempfile.TemporaryDirectory() as folder:
-        kit = prepare(args, Path(folder))
-        tests = [test for test in kit.own_tests if re.search(args.tests or "", test)]
+        builds = prepare(args, Path(folder))
+        tests = [test for test in builds.own_tests if re.search(args.tests or "", test)]
         seen = passed_before(args.root / "results")
         tests = sorted(tests, key=lambda test: test.partition("::")[2] in seen)
-        kit = dataclasses.replace(kit, own_tests=tuple(tests))
+        builds = dataclasses.replace(builds, own_tests=tuple(tests))
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         content: dict[str, Any] = {
             "date": date,
             **described,
-            "versions": kit.installed() | {f"{v} vllm": kit.versions[v] for v in VLLMS},
+            "versions": builds.installed()
+            | {f"{v} vllm": builds.versions[v] for v in VLLMS},
             "command": command_line(),
             "cases": {},
         }
@@ -840,11 +849,11 @@ def main(args: argparse.Namespace) -> None:
             args.out or args.root / "results",
             described["gpu"]["name"],
             date,
-            kit.versions["unpatched"],
+            builds.versions["unpatched"],
         )
         cases = [c for c in CASES if not args.only or re.search(args.only, c.name)]
         needed = ahead(cases, machine) if args.import_first else {}
-        with kit.importing(needed, Path(folder)) as kit:
+        with builds.importing(needed, Path(folder)) as builds:
             for case in cases:
                 left = args.limit - (time.monotonic() - began)
                 most = math.inf if machine.virtual else case.seconds
@@ -852,7 +861,7 @@ def main(args: argparse.Namespace) -> None:
                     entry: dict[str, Any] = {"not run": f"{left:.0f} s are left"}
                 else:
                     limit = min(args.case_limit, min(left, most) / len(VLLMS))
-                    entry = run_case(case, kit, machine, limit)
+                    entry = run_case(case, builds, machine, limit)
                 content["cases"][case.name] = entry
                 content["seconds"] = round(time.monotonic() - began, 1)
                 # The results so far, in case the machine is lost.
@@ -882,10 +891,10 @@ def ahead(cases: list[Case], machine: Machine) -> dict[str, int]:
     }
 
 
-def prepare(args: argparse.Namespace, folder: Path) -> Kit:
+def prepare(args: argparse.Namespace, folder: Path) -> Builds:
     if args.bundle:
-        return Kit.of_bundle(args.bundle, folder)
-    return Kit.of_checkout(Base.load(args.root, args.base), folder)
+        return Builds.of_bundle(args.bundle, folder)
+    return Builds.of_checkout(Base.load(args.root, args.base), folder)
 
 
 def holds(entry: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from scripts.commands import Problem, command, locked, scratch
 from scripts.patch_tests import tests_of_series
 from scripts.release import Base, fetch
 from scripts.series import git
-from scripts.thin import thin
+from scripts.strip_fatbins import strip_fatbins
 
 # What vLLM and its tests import, and an image for PyTorch lacks.
 PACKAGES = {
@@ -119,7 +119,7 @@ def write_torch(base: Base, args: argparse.Namespace) -> None:
                         continue
                     binary = bytearray(content)
                     if binary[:4] == b"\x7fELF":
-                        thin(binary, args.architecture)
+                        strip_fatbins(binary, args.architecture)
                     add(tar, name, binary)
         (wheel,) = wheels.glob("torch-*.whl")
         name = f"torch-{wheel.name.split('-')[1]}-sm{args.architecture}.tar.xz"
@@ -188,7 +188,7 @@ def vllm_files(
             continue
         if name.endswith(".so"):
             binary = bytearray(content)
-            thin(binary, args.architecture)
+            strip_fatbins(binary, args.architecture)
             yield name, binary
         else:
             yield name, content

@@ -3,7 +3,7 @@
 Caches of an earlier start change what a start measures: results of autotuning, compiled
 models, plans. So each run begins with empty caches, unless it is given its own folder:
 the first start in a folder is cold, later ones are warm. Only compiled Triton kernels,
-which change no byte, are shared by all runs, on a shelf.
+which change no byte, are shared by all runs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BYTECODE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 
 
 def environment(
-    base: Mapping[str, str], folder: Path, shelf: Path | None = None
+    base: Mapping[str, str], folder: Path, kernels: Path | None = None
 ) -> dict[str, str]:
     """`base`, for processes whose caches are in `folder`.
 
-    `shelf` is the folder of kernels that kernel_shelf.py shares; this repository must
-    be on their path.
+    `kernels` is the folder that shared_triton_cache.py shares; this repository
+    must be on their path.
     """
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
@@ -51,9 +51,9 @@ def environment(
         # Otherwise humming compiles kernels beside each process that imports vLLM.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
-    if shelf is not None:
+    if kernels is not None:
         result |= {
-            "TRITON_CACHE_MANAGER": "scripts.kernel_shelf:Shelf",
-            "KERNEL_SHELF": str(shelf),
+            "TRITON_CACHE_MANAGER": "scripts.shared_triton_cache:SharedCache",
+            "SHARED_TRITON_CACHE": str(kernels),
         }
     return result

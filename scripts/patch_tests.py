@@ -19,8 +19,8 @@ from pathlib import Path
 from scripts import caches
 from scripts.build_wheel import changed_members
 from scripts.commands import Problem
-from scripts.outcomes import chosen as tests_by_name
-from scripts.outcomes import outcomes
+from scripts.junit import chosen as tests_by_name
+from scripts.junit import outcomes
 from scripts.preloaded import Preloaded
 from scripts.release import Base
 from scripts.series import BASE_REF, git, touched_lines
@@ -84,8 +84,8 @@ class Testers:
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "VLLM_NO_USAGE_STATS": "1",
         }
-        shelf = self.base.root / "build/kernels"
-        environment = caches.environment(environment, place / "caches", shelf)
+        kernels = self.base.root / "build/kernels"
+        environment = caches.environment(environment, place / "caches", kernels)
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["-p", "scripts.forked_tests", *options]
         command += [f"--junitxml={report}", *tests_by_name(tests)]

@@ -28,7 +28,7 @@ IMPORTS = (
     "fastapi",
     "hypothesis",
     "pytest",
-    "scripts.kernel_shelf",
+    "scripts.shared_triton_cache",
 )
 
 

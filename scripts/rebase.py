@@ -43,6 +43,8 @@ SAID = {
     "skipped": "skipped by hand: left out",
     "conflict": "conflicts",
 }
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, help="vLLM release to move to")
     parser.add_argument("--check", action="store_true", help="report, write nothing")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.commands import Problem, command
-from scripts.outcomes import outcomes
+from scripts.junit import outcomes
 from scripts.release import Base
 
 
@@ -45,8 +45,8 @@ SUITES = {
     "older": Suite(
         "tests/vgpu/device",
         also=(
-            f"{STARTS}::test_envelope_keeps_its_word[v1]",
-            f"{STARTS}::test_official_takes_more_than_requested[v1]",
+            f"{STARTS}::test_patched_keeps_its_word[v1]",
+            f"{STARTS}::test_stock_takes_more_than_requested[v1]",
             f"{LIBRARIES}::test_each_way_is_as_with_the_release",
         ),
     ),

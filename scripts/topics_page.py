@@ -27,7 +27,7 @@ from scripts.topics import (
 
 PAGE = "patches/README.md"
 FRONT = "README.md"  # has the table of sets, too
-TABLES = re.compile(r"<!-- topics: (.+?) -->\n.*?<!-- end -->", re.S)
+TABLES = re.compile(r"<!-- table: (.+?) -->\n.*?<!-- end -->", re.S)
 NEEDS, SETS, ORDER = "what each needs", "sets", "order of proposing"
 
 
@@ -97,7 +97,7 @@ def filled(text: str, tables: dict[str, list[str]], where: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         lines = "\n".join(tables[match[1]])
-        return f"<!-- topics: {match[1]} -->\n{lines}\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{lines}\n<!-- end -->"
 
     return TABLES.sub(table, text)
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import models, start
+from bench.scenarios.result import print_result
 
 SIZE = 1 << 20
 ACCEPTED = (
@@ -328,7 +329,7 @@ def main() -> None:
         log += (program.step() for _ in range(case["steps"]))
         on_a_stream = program.three_tokens_on_a_stream()
         result = {"log": log, "on_a_stream": on_a_stream}
-        print("RESULT " + json.dumps(result), flush=True)
+        print_result(result)
     os._exit(0)
 
 

@@ -11,6 +11,8 @@ import json
 import sys
 from typing import Any
 
+from bench.scenarios.result import print_result
+
 MIB = 2**20
 ROUNDS = 24
 
@@ -59,7 +61,7 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     result["freed"] = figures()
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

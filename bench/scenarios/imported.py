@@ -9,11 +9,11 @@ import importlib
 import json
 import sys
 
-from bench.scenarios import serve, starts
+from bench.scenarios import serve, start_each
 
 
 def main() -> None:
-    starts.import_vllm()
+    start_each.import_vllm()
     serve.answer({"outcome": "imported"})
     module, *sys.argv[1:] = json.loads(sys.stdin.readline())
     importlib.import_module(module).main()

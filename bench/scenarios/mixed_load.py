@@ -19,6 +19,7 @@ from typing import Any
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
 from bench.scenarios.on_the_host import compute_on_host
+from bench.scenarios.result import print_result
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -62,7 +63,7 @@ def main() -> None:
     case = DEFAULTS | asked
     start.configure(case["v2"])
     with tempfile.TemporaryDirectory() as folder:
-        print("RESULT " + json.dumps(serve(case, Path(folder))), flush=True)
+        print_result(serve(case, Path(folder)))
 
 
 def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -269,7 +269,7 @@ MODELS["Qwen3-Next-80B-A3B"] = MODELS["hybrid"] | {
     "mlp_only_layers": [],
 }
 
-# One of each further kind; "make bench-release MORE=1" starts them.
+# One of each further kind; "make bench-stock MORE=1" starts them.
 ONLY_MAMBA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,

@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.on_the_host import inspect_models_here, warm_up_few_batches
+from bench.scenarios.result import print_result
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -65,7 +66,7 @@ def main() -> None:
     for case in json.loads(sys.argv[1]):
         assert case.keys() <= DEFAULTS.keys(), case
         for result in engines(DEFAULTS | case):
-            print("RESULT " + json.dumps(result), flush=True)
+            print_result(result)
 
 
 def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -178,7 +179,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     arguments: dict[str, Any] = {
         "enforce_eager": not case["graphs"],
         "distributed_executor_backend": case["executor"],
-        "worker_extension_cls": "bench.scenarios.rank.Rank",
+        "worker_extension_cls": "bench.scenarios.rank_worker.Rank",
         "enable_sleep_mode": case["sleep"] > 0,
     }
     if case["graphs"]:

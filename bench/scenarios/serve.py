@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+from bench.scenarios.result import print_result
+
 BATCH = 16
 
 
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def answer(result: dict[str, Any]) -> None:
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 def fill_weights(worker: Any) -> None:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from bench.scenarios.result import print_result
+
 HELD = 64 << 20  # before the first snapshot, as a worker holds workspaces
 LOAD = 1 << 30
 
@@ -33,7 +35,7 @@ def main() -> None:
     results = [measure(i, c, other_process) for i, c in enumerate(asked["cases"])]
     for result, total_before_cuda in zip(results, told, strict=True):
         result["total_before_cuda"] = total_before_cuda
-    print("RESULT " + json.dumps({"results": results}), flush=True)
+    print_result({"results": results})
 
 
 def total(device: int) -> int | str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
+from bench.scenarios.result import print_result
 from bench.scenarios.start import HELD, start_neighbour
 from vgpu import control
 
@@ -123,7 +124,7 @@ def main() -> None:
         result["beside"] = sources()
     for process in HELD:
         process.communicate()
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 if __name__ == "__main__":

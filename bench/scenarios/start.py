@@ -25,6 +25,7 @@ from bench.scenarios.on_the_host import (
     own_process,
     warm_up_few_batches,
 )
+from bench.scenarios.result import print_result
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -61,7 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
     "workspace": 0,  # what the first batch makes attention's metadata builder hold
     "folder": "",  # where the model is written: a key of compile caches
-    "environment": {},  # variables; some are read by imports (see starts.py)
+    "environment": {},  # variables; some are read by imports (see start_each.py)
     "llm": {},  # further arguments of LLM
 }
 ENGINE: dict[str, Any] = {
@@ -108,7 +109,7 @@ def main() -> None:
         from vgpu import control
 
         control.other_process(-control.other())  # or the next start has less memory
-    print("RESULT " + json.dumps(result), flush=True)
+    print_result(result)
 
 
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:

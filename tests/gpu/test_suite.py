@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from gpu import suite
+from gpu.builds import Builds
 from gpu.card import CardError
-from gpu.kit import Kit
 from scripts.commands import REPOSITORY
 
 
@@ -31,20 +31,22 @@ def machine() -> suite.Machine:
 
 
 @pytest.fixture(scope="session")
-def kit(machine: suite.Machine, tmp_path_factory: pytest.TempPathFactory) -> Kit:
+def builds(machine: suite.Machine, tmp_path_factory: pytest.TempPathFactory) -> Builds:
     bundle = os.environ.get("ENVELOPE_BUNDLE")
     base = os.environ.get("ENVELOPE_BASE", "0.33.0")
     where = Namespace(
         root=REPOSITORY, base=base, bundle=Path(bundle) if bundle else None
     )
-    return suite.prepare(where, tmp_path_factory.mktemp("kit"))
+    return suite.prepare(where, tmp_path_factory.mktemp("builds"))
 
 
 @pytest.mark.parametrize("case", suite.CASES, ids=lambda case: case.name)
-def test_case(case: suite.Case, machine: suite.Machine, kit: Kit) -> None:
+def test_checks_of_each_case_hold(
+    case: suite.Case, machine: suite.Machine, builds: Builds
+) -> None:
     if why := suite.why_not(case, machine):
         pytest.skip(why)
-    entry: dict[str, Any] = suite.run_case(case, kit, machine, 150)
+    entry: dict[str, Any] = suite.run_case(case, builds, machine, 150)
     assert entry["checks"]
     broken = [check for check in entry["checks"] if not check["holds"]]
     assert not broken, (broken, entry["unpatched"], entry["patched"])

@@ -46,7 +46,7 @@ def test_what_a_library_may_use(there: str, here: str, different: str) -> None:
     assert different in found if different else not found
 
 
-def test_an_attribute_may_be_set_where_it_became_a_property() -> None:
+def test_attribute_may_be_set_where_it_became_a_property() -> None:
     reads = "\n    @property\n    def memory(self): ...\n"
     after = BEFORE.replace("self.memory, self.later", "_, self.later") + reads
     old, new = python_names(BEFORE), python_names(after)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import foresee, plan, published_runs
+from bench import plan, published_runs, simulated_start
 from scripts.commands import REPOSITORY
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def row(release: str = "0.19.0", **changed: Any) -> published_runs.Row:
     return published_runs.Row(RUN | changed, release, STARTED)
 
 
-def test_error_is_foreseen_less_published() -> None:
+def test_error_is_predicted_minus_published() -> None:
     *_, last = cells = published_runs.of_run(row()).strip("| ").split(" | ")
     assert cells[2] == "11.00 / 10.00 (+10.0 %)"
     assert cells[3:7] == [""] * 4  # not published
@@ -102,12 +102,12 @@ def test_every_run_has_its_config_and_a_card() -> None:
         assert card in plan.cards()
 
 
-def test_a_quantization_that_no_config_says_is_passed_on(tmp_path: Path) -> None:
+def test_quantization_that_no_config_says_is_passed_on(tmp_path: Path) -> None:
     run = RUN | {
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "config_file": "configs/meta-llama--Llama-3.1-8B-Instruct.json",
     }
-    release = foresee.Release(tmp_path, "0.33.0", None)
+    release = simulated_start.Release(tmp_path, "0.33.0", None)
 
     def flags(name: str, **changed: Any) -> tuple[str, ...]:
         (folder := tmp_path / name).mkdir()

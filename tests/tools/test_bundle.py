@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from gpu.kit import Kit
+from gpu.builds import Builds
 from scripts import bundle
 from scripts.commands import Problem
-from scripts.thin import CUBIN, PTX, thin
+from scripts.strip_fatbins import CUBIN, PTX, strip_fatbins
 
 
 def entry(kind: int, architecture: int, text: bytes) -> bytes:
@@ -55,7 +55,7 @@ def test_only_the_kernels_of_one_architecture_stay(tmp_path: Path) -> None:
     path = library(tmp_path, both + neither)
     binary = bytearray(path.read_bytes())
     before = len(binary)
-    freed = thin(binary, 90)
+    freed = strip_fatbins(binary, 90)
     assert len(binary) == before and freed == 2 * 128 + (224 + 164 - 128)
     for text, stays in (
         (b"ninety", True),
@@ -67,7 +67,7 @@ def test_only_the_kernels_of_one_architecture_stay(tmp_path: Path) -> None:
     ):
         assert (text in binary) == stays, text
     # Thinning again finds containers that are well formed, and nothing to free.
-    assert thin(binary, 90) == 0
+    assert strip_fatbins(binary, 90) == 0
     path.write_bytes(binary)
     assert ctypes.CDLL(str(path)).answer() == 42
 
@@ -77,14 +77,14 @@ def test_damaged_kernels_are_an_error(tmp_path: Path) -> None:
     struct.pack_into("<Q", damaged, 16 + 8, 10**6)  # the entry is too large
     binary = bytearray(library(tmp_path, bytes(damaged)).read_bytes())
     with pytest.raises(ValueError, match="do not fill their container"):
-        thin(binary, 90)
+        strip_fatbins(binary, 90)
     with pytest.raises(ValueError, match="not a 64-bit ELF file"):
-        thin(bytearray(b"#!/bin/sh"), 90)
+        strip_fatbins(bytearray(b"#!/bin/sh"), 90)
 
 
-def test_a_file_without_kernels_stays_as_it_is() -> None:
+def test_file_without_kernels_stays_as_it_is() -> None:
     binary = bytearray(Path(sys.executable).resolve().read_bytes())
-    assert thin(binary, 90) == 0
+    assert strip_fatbins(binary, 90) == 0
     assert binary == Path(sys.executable).resolve().read_bytes()
 
 
@@ -95,7 +95,7 @@ def wheel(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
-def test_what_ours_changes(tmp_path: Path) -> None:
+def test_changed_and_removed_files_are_found(tmp_path: Path) -> None:
     common = {"vllm/same.py": "1"}
     official = wheel(tmp_path / "a.whl", common | {"vllm/b.py": "1", "vllm/gone": ""})
     ours = wheel(tmp_path / "b.whl", common | {"vllm/b.py": "2", "vllm/new.py": "1"})
@@ -128,26 +128,30 @@ def pack(path: Path, python: str) -> Path:
     return path
 
 
-def test_a_bundle_unpacks_into_both(tmp_path: Path) -> None:
+def test_bundle_unpacks_into_both(tmp_path: Path) -> None:
     this = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    kit = Kit.of_bundle(pack(tmp_path / "b.tar.xz", this), tmp_path / "kit")
-    unpatched, patched = (Path(kit.sites[v]) / "vllm" for v in ("unpatched", "patched"))
+    builds = Builds.of_bundle(pack(tmp_path / "b.tar.xz", this), tmp_path / "builds")
+    unpatched, patched = (
+        Path(builds.sites[v]) / "vllm" for v in ("unpatched", "patched")
+    )
     assert (unpatched / "changed.py").read_text() == "theirs"
     assert (patched / "changed.py").read_text() == "ours"
     assert (patched / "same.py").read_text() == "same"
     assert (patched / "new/file.py").exists() and not (unpatched / "new").exists()
     assert (unpatched / "gone.py").exists() and not (patched / "gone.py").exists()
     # An empty one would be taken for a vLLM that has no version.
-    assert not Path(kit.sites["patched"], "vllm-1.dist-info").exists()
-    assert Path(kit.sites["unpatched"], "vllm-1.dist-info/METADATA").exists()
-    assert kit.versions["patched"] == "1.2.3+envelope.1"
-    assert kit.own_tests == ("tests/test_a.py::test_b",)
-    assert kit.environment("patched")["PYTHONPATH"].startswith(kit.sites["patched"])
+    assert not Path(builds.sites["patched"], "vllm-1.dist-info").exists()
+    assert Path(builds.sites["unpatched"], "vllm-1.dist-info/METADATA").exists()
+    assert builds.versions["patched"] == "1.2.3+envelope.1"
+    assert builds.own_tests == ("tests/test_a.py::test_b",)
+    assert builds.environment("patched")["PYTHONPATH"].startswith(
+        builds.sites["patched"]
+    )
 
 
 def test_another_file_or_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Problem, match="is for Python 2.7"):
-        Kit.of_bundle(pack(tmp_path / "b.tar.xz", "2.7"), tmp_path / "kit")
+        Builds.of_bundle(pack(tmp_path / "b.tar.xz", "2.7"), tmp_path / "builds")
     (tmp_path / "c.tar.xz").write_text("text")
     with pytest.raises(Problem, match="is no bundle of 'make bundle'"):
-        Kit.of_bundle(tmp_path / "c.tar.xz", tmp_path / "other")
+        Builds.of_bundle(tmp_path / "c.tar.xz", tmp_path / "other")

@@ -25,7 +25,7 @@ PATCHED = (
 )
 
 
-def test_a_method_that_was_lost(tmp_path: Path) -> None:
+def test_method_that_was_lost(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/base.py").write_text("def elsewhere(self): ...\n")

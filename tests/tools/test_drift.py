@@ -43,7 +43,7 @@ def test_what_follows_a_conflict_is_not_charged_with_it(series: Project) -> None
     assert "  same-line: applies" in shown
 
 
-def test_a_part_that_upstream_has_is_named(project: Project) -> None:
+def test_part_that_upstream_has_is_named(project: Project) -> None:
     project.ok("source")
     project.commit("[Core] Both", vllm__plan_py=OLDER["vllm/plan.py"],
                    vllm__gone_py="UNUSED = 2\n")  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_part_that_upstream_has_is_named(project: Project) -> None:
     ]
 
 
-def test_a_file_that_one_side_deleted(project: Project, tmp_path: Path) -> None:
+def test_file_that_one_side_deleted(project: Project, tmp_path: Path) -> None:
     """It is one conflict, resolved as in the topic."""
     project.ok("source")
     git = Project.git_of
@@ -72,7 +72,7 @@ def test_a_file_that_one_side_deleted(project: Project, tmp_path: Path) -> None:
         assert settled == repository.tree(commits[2])
 
 
-def test_the_series_on_the_release_before() -> None:
+def test_series_on_the_release_before() -> None:
     """Our own patches on vLLM 0.32.0, whose source is pinned here."""
     done = module("scripts.drift", "--to", "0.32.0")
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ NEWEST = Base.load(ROOT, releases(ROOT)[0])
 ADDED = r'^\+ .*?"(--[\w-]+)", \*\*\w+_kwargs\[|^\+    "(VLLM_\w+)": lambda'
 
 
-def test_the_page_lists_what_is_added() -> None:
+def test_page_lists_what_is_added() -> None:
     series = "".join(patch.read_text(errors="replace") for patch in NEWEST.patches())
     added = {flag or name for flag, name in re.findall(ADDED, series, re.M)}
     page = (ROOT / "docs/flags.md").read_text()

@@ -95,12 +95,12 @@ def test_tokens_that_are_all_alike_prove_nothing() -> None:
     assert len(found) == 2 and all("more than one token" in f for f in found)
 
 
-def test_an_engine_that_does_not_start_does_not_hold() -> None:
+def test_engine_that_does_not_start_does_not_hold() -> None:
     died = {"outcome": "no result", "error": "nothing within 150 s"}
     assert broken("serving: moe", SERVED, died) == ["patched: serves"]
 
 
-def test_a_peak_above_the_limit_does_not_hold() -> None:
+def test_peak_above_the_limit_does_not_hold() -> None:
     case = "start within a limit, beside a co-tenant"
     ran = {"outcome": "started", "process_peak": suite.LIMIT}
     over = ran | {"process_peak": suite.LIMIT + 1}
@@ -180,14 +180,14 @@ def calibration() -> dict[str, Any]:
     )
 
 
-def test_a_prediction_is_judged_by_the_goal() -> None:
+def test_prediction_is_judged_by_the_goal() -> None:
     model, kv_cache = calibrate.compare(calibration())
     # 1 % of 141 GiB, and 2 % of the KV cache.
     assert (model["goal"], model["met"]) == (141 * GIB // 100, True)
     assert (kv_cache["goal"], kv_cache["met"]) == (int(0.02 * 10 * GIB), False)
 
 
-def test_the_page_shows_every_figure_and_check(tmp_path: Path) -> None:
+def test_page_shows_every_figure_and_check(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(written()))
     (tmp_path / "b.json").write_text(json.dumps(calibration()))
     text = results_page.page(tmp_path)
@@ -205,7 +205,7 @@ def test_the_page_shows_every_figure_and_check(tmp_path: Path) -> None:
         assert line in text.splitlines(), line
 
 
-def test_the_page_shows_the_last_run_of_a_case(tmp_path: Path) -> None:
+def test_page_shows_the_last_run_of_a_case(tmp_path: Path) -> None:
     late = {"not run": "1 s is left"}
     again = written(cases={"churn": written()["cases"]["churn"], "late": late})
     again["cases"]["churn"]["patched"] = {"outcome": "loaded", "peak": 456}
@@ -220,7 +220,7 @@ def test_the_page_shows_the_last_run_of_a_case(tmp_path: Path) -> None:
     assert lines.count("Not run: 3 s are left.") == 2  # no newer one has run
 
 
-def test_the_page_takes_no_virtual_results(tmp_path: Path) -> None:
+def test_page_takes_no_virtual_results(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(written(gpu=GPU | {"virtual": True})))
     with pytest.raises(Problem, match="made on the virtual device"):
@@ -230,12 +230,12 @@ def test_the_page_takes_no_virtual_results(tmp_path: Path) -> None:
         results_page.page(tmp_path)
 
 
-def test_the_page_in_docs_is_that_of_results() -> None:
+def test_page_in_docs_is_that_of_results() -> None:
     done = module("gpu.results_page", "--check")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_profile_says_what_was_measured_and_what_not(
+def test_profile_says_what_was_measured_and_what_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = dict.fromkeys(calibrate.PROPERTIES, 7)
@@ -251,7 +251,7 @@ def test_the_profile_says_what_was_measured_and_what_not(
     assert "# measured, 99 bytes: NCCL's buffers" in text
 
 
-def test_a_gpu_keeps_the_name_of_its_profile() -> None:
+def test_gpu_keeps_the_name_of_its_profile() -> None:
     assert calibrate.profile_name("NVIDIA GeForce RTX 3090") == "rtx3090"
     assert calibrate.profile_name("NVIDIA A100-SXM4-80GB") == "a100-80gb"
     assert calibrate.profile_name("NVIDIA A30-24GB") == "a30-24gb"  # has none

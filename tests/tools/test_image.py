@@ -74,7 +74,7 @@ def builder(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_the_image_is_the_official_one_and_a_small_layer(
+def test_image_is_the_official_one_and_a_small_layer(
     patched: Project,
     index: tuple[str, Path],
     builder: Callable[..., str],
@@ -120,7 +120,7 @@ def image_layers(folder: Path) -> list[Path]:
     return [blob(layer["digest"]) for layer in layers]
 
 
-def test_a_foreign_image_is_not_built_on(
+def test_foreign_image_is_not_built_on(
     patched: Project, builder: Callable[..., str], tmp_path: Path
 ) -> None:
     make_overlay(patched)
@@ -134,17 +134,17 @@ def test_a_foreign_image_is_not_built_on(
     assert f"could not build vllm-openai:{tag} on localhost/foreign" in error
 
 
-def test_no_overlay(patched: Project) -> None:
+def test_missing_overlay_is_named(patched: Project) -> None:
     assert "'make overlay'" in patched.fails("image")
 
 
-def test_an_unknown_builder(patched: Project) -> None:
+def test_unknown_builder_is_refused(patched: Project) -> None:
     make_overlay(patched)
     error = patched.fails("image", "--builder", "no-builder --debug")
     assert "there is no command no-builder (BUILDER=...)" in error
 
 
-def test_no_builder(patched: Project) -> None:
+def test_missing_builder_is_named(patched: Project) -> None:
     make_overlay(patched)
     fake = patched.root / "bin"
     fake.mkdir()
@@ -155,7 +155,7 @@ def test_no_builder(patched: Project) -> None:
     assert "Install one" in patched.fails("image")
 
 
-def test_the_official_image_is_named_with_its_registry(
+def test_official_image_is_named_with_its_registry(
     patched: Project, tmp_path: Path
 ) -> None:
     """Debian's buildah searches no registry for "vllm/vllm-openai"."""

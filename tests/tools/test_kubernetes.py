@@ -34,7 +34,7 @@ def test_it_is_valid() -> None:
         kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
-def test_the_limit_fits_into_the_slice(pod: Any) -> None:
+def test_limit_fits_into_the_slice(pod: Any) -> None:
     (server,) = pod["containers"]
     limits = server["resources"]["limits"]
     (gib,) = re.findall(r"--gpu-memory-limit-bytes=(\d+)G", " ".join(server["args"]))
@@ -42,7 +42,7 @@ def test_the_limit_fits_into_the_slice(pod: Any) -> None:
     assert int(gib) << 10 < limits["nvidia.com/gpumem"]
 
 
-def test_the_flag_of_the_limit_is_one_of_the_series(pod: Any) -> None:
+def test_flag_of_the_limit_is_one_of_the_series(pod: Any) -> None:
     (flag,) = re.findall(r"--gpu-memory[a-z-]+", " ".join(pod["containers"][0]["args"]))
     patches = (EXAMPLE.parents[2] / "patches/v0.33.0").glob("*.patch")
     assert any(re.search(rf'^\+ +"{flag}"', p.read_text(), re.M) for p in patches)
@@ -62,7 +62,7 @@ def test_every_mount_has_its_volume(pod: Any) -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_script_patches_a_copy_of_links(
+def test_script_patches_a_copy_of_links(
     pod: Any, make: Callable[..., Installed], tmp_path: Path
 ) -> None:
     env = make("--compile-bytecode")

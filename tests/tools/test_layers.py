@@ -40,7 +40,7 @@ def packages_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_lower_layers(package: str) -> None:
+def test_package_imports_only_lower_layers(package: str) -> None:
     above = set(PACKAGES[PACKAGES.index(package) + 1 :])
     up = {
         (str(path.relative_to(ROOT)), other)
@@ -63,7 +63,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_a_long_file_says_why() -> None:
+def test_long_file_says_why() -> None:
     for package in PACKAGES:
         for path in sources(package):
             text = path.read_text()

@@ -30,7 +30,7 @@ def draw(folder: Path, content: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("left", [120 * MIB, -20 * MIB])
-def test_the_bar_is_the_device(left: int, tmp_path: Path) -> None:
+def test_bar_is_the_device(left: int, tmp_path: Path) -> None:
     report = json.loads(json.dumps(REPORT))
     report["in_use"]["other_torch"] = 120 * MIB - left
     done = draw(tmp_path, json.dumps(report | {"left": left}))

@@ -166,7 +166,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_file_that_is_not_official_is_named(official: Installed, what: str) -> None:
+def test_file_that_is_not_official_is_named(official: Installed, what: str) -> None:
     name, content, message = WRONG[what]
     (official.site / name).unlink(missing_ok=True)
     if content is not None:
@@ -203,12 +203,12 @@ def test_another_version_is_refused(official: Installed, version: str) -> None:
     assert official.tree() == before
 
 
-def test_an_environment_without_vllm(official: Installed) -> None:
+def test_environment_without_vllm_is_refused(official: Installed) -> None:
     shutil.rmtree(official.site / INFO)
     assert f"not installed for {official.python}" in official.fails("install")
 
 
-def test_a_second_overlay_is_refused(
+def test_second_overlay_is_refused(
     official: Installed, built: Project, tmp_path: Path
 ) -> None:
     official.ok("install")
@@ -226,13 +226,13 @@ def test_a_second_overlay_is_refused(
     assert f"{project.version} installed" in official.ok("install")
 
 
-def test_the_overlay_is_the_same_each_time(built: Project) -> None:
+def test_overlay_is_the_same_each_time(built: Project) -> None:
     (overlay,) = (built.root / "dist").glob(f"*-overlay-{ARCH}.pyz")
     first = overlay.read_bytes()
     assert make_overlay(built).read_bytes() == first
 
 
-def test_the_installer_needs_python_3_10_and_its_library_alone() -> None:
+def test_installer_needs_python_3_10_and_its_library_alone() -> None:
     source = (ROOT / "scripts/overlay_installer.py").read_text()
     imports = {
         (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
@@ -243,13 +243,13 @@ def test_the_installer_needs_python_3_10_and_its_library_alone() -> None:
     assert names <= sys.stdlib_module_names - {"tomllib"}
 
 
-def test_an_overlay_needs_the_wheel(patched: Project) -> None:
+def test_overlay_needs_the_wheel(patched: Project) -> None:
     assert "'make wheel ARCH=aarch64' first" in (
         patched.fails("overlay", "--arch", "aarch64")
     )
 
 
-def test_an_overlay_for_the_other_architecture(
+def test_overlay_for_the_other_architecture(
     official: Installed, built: Project
 ) -> None:
     other = "aarch64" if ARCH == "x86_64" else "x86_64"

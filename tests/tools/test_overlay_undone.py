@@ -39,7 +39,7 @@ def killer(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def test_two_at_once(official: Installed) -> None:
+def test_second_overlay_at_once_is_refused(official: Installed) -> None:
     before = official.tree()
     folder = os.open(official.site / "vllm", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -57,7 +57,7 @@ def bound_by_permissions() -> None:
             raise PermissionError("root must be able to drop a capability")
 
 
-def test_a_read_only_environment(official: Installed) -> None:
+def test_read_only_environment_is_not_changed(official: Installed) -> None:
     before = official.tree()
     folders = [official.site, *(p for p in official.site.rglob("*") if p.is_dir())]
     for folder in folders:
@@ -75,7 +75,7 @@ def test_a_read_only_environment(official: Installed) -> None:
     assert official.tree() == before
 
 
-def test_a_full_disk_changes_nothing(official: Installed) -> None:
+def test_full_disk_changes_nothing(official: Installed) -> None:
     """Writing fails from the first byte over 256, as on a full disk."""
     before = official.tree()
     done = subprocess.run(
@@ -156,7 +156,7 @@ def test_reinstalled_after_a_kill(
     assert code == 0 and refused > 2
 
 
-def test_an_error_at_any_step_is_undone(official: Installed, tmp_path: Path) -> None:
+def test_error_at_any_step_is_undone(official: Installed, tmp_path: Path) -> None:
     (tmp_path / "error").mkdir()
     failing = KILLER.replace(
         "os.kill(os.getpid(), 9)",

@@ -85,17 +85,17 @@ def test_readme_is_short() -> None:
         ("It dies beside ours.", ["'beside'", "'ours'", "'dies'"]),
         ("`ours beside`, [beside](ours.md): [x](what-is-beside)", ["'beside'"]),
         ("    code beside ours\n\n```\nbeside\n```\n\n# beside\n", []),
-        ("<!-- topics: a -->\n| beside |\n<!-- end -->\n", []),
+        ("<!-- table: a -->\n| beside |\n<!-- end -->\n", []),
     ],
 )
-def test_what_reads_badly(text: str, found: list[str]) -> None:
+def test_faults_of_a_page_are_found(text: str, found: list[str]) -> None:
     seen = sorted(fault for _, fault in faults(text))
     assert len(seen) == len(found)
     for fault, start in zip(seen, sorted(found), strict=True):
         assert fault.startswith(start)
 
 
-def test_the_age_of_a_table_is_counted() -> None:
+def test_age_of_a_table_is_counted() -> None:
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

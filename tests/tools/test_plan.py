@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.foresee import Asked, Plan, Release, ranks, why
-from bench.plan import changes, foresee_with_changes, number, swept_values
+from bench.plan import changes, number, simulate_with_changes, swept_values
+from bench.simulated_start import Asked, Plan, Release, ranks, why
 from scripts.commands import REPOSITORY, Problem
 from tests.tools.project import module
 
@@ -170,10 +170,10 @@ def test_weights_that_do_not_fit_are_said_before_anything_is_tried(
         of = told | {"outcome": outcome, "concurrency": 1.0}
         return plan(tmp_path, config=MODEL, **of)
 
-    monkeypatch.setattr("bench.plan.foresee", start)
+    monkeypatch.setattr("bench.plan.simulate", start)
     asked = plan(tmp_path, config=MODEL).asked
     monkeypatch.setattr("bench.plan.asked", lambda args, folder: asked)
-    foresee_with_changes(argparse.Namespace(), tmp_path)
+    simulate_with_changes(argparse.Namespace(), tmp_path)
     _, (first, said), (second, _) = starts
     assert [first, second] == ["--quantization fp8", "--tensor-parallel-size 2"]
     assert said.endswith(
@@ -189,7 +189,7 @@ def test_of_a_flag_that_is_given_twice_the_last_counts() -> None:
     assert ranks([]) == 1
 
 
-def test_a_limit_in_bytes_is_raised(tmp_path: Path) -> None:
+def test_limit_in_bytes_is_raised(tmp_path: Path) -> None:
     """The limit bounds what a larger fraction would allow."""
 
     def first(limit: int) -> list[str]:

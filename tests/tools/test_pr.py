@@ -176,7 +176,7 @@ def arguments(clone: Path, *more: str, topic: str = TOPIC) -> tuple[str, ...]:
     return "pr", *fixed, *more
 
 
-def test_a_branch_and_its_description(topic: Project, clone: Clone) -> None:
+def test_branch_and_its_description(topic: Project, clone: Clone) -> None:
     (clone.path / "vllm/gone.py").write_text("work in progress\n")
     before = clone.state()
     shown = topic.ok(*arguments(clone.path))
@@ -232,7 +232,7 @@ def test_what_a_topic_needs_is_below_it(stacked: Project, clone: Clone) -> None:
     assert "\n- [Core] Name it: this uses `NAME`\n" in text
 
 
-def test_a_need_that_conflicts_and_one_that_the_base_has(
+def test_need_that_conflicts_and_one_that_the_base_has(
     stacked: Project, clone: Clone
 ) -> None:
     (clone.path / "vllm/gone.py").write_text("UNUSED = 3\n")
@@ -253,7 +253,7 @@ def test_a_need_that_conflicts_and_one_that_the_base_has(
     assert "A stack" not in (stacked.root / "build/pr-ask-for-less.md").read_text()
 
 
-def test_a_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
+def test_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
     topic.ok(*arguments(clone.path, "--signoff", "--branch", "mine"))
     assert clone.git("log", "-1", "--format=%an <%ae>%n%(trailers)", "mine") == (
         "Some One <some@one>\n"
@@ -277,7 +277,7 @@ def test_changed_surroundings_are_merged(topic: Project, clone: Clone) -> None:
     assert "c = 0\n" in plan and "e = 2\n" in plan
 
 
-def test_a_conflict_is_shown_resolved_and_gone_on_with(
+def test_conflict_is_shown_resolved_and_gone_on_with(
     topic: Project, clone: Clone
 ) -> None:
     clone.git("checkout", "-q", "-b", "next")
@@ -304,7 +304,7 @@ def test_a_conflict_is_shown_resolved_and_gone_on_with(
     assert not tree.exists()
 
 
-def test_a_clone_without_a_name_and_with_a_space(
+def test_clone_without_a_name_and_with_a_space(
     topic: Project, clone: Clone, tmp_path: Path
 ) -> None:
     """A conflict says how to continue, and the command continues."""
@@ -340,7 +340,7 @@ def test_what_the_base_has_already(topic: Project, clone: Clone) -> None:
     assert clone.state() == before
 
 
-def test_a_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
+def test_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
     hooks = HOOKS.replace("total // 4", "total // 2")
     (clone.path / ".pre-commit-config.yaml").write_text(hooks)
     clone.git("commit", "-q", "-a", "-m", "Stricter")
@@ -349,7 +349,7 @@ def test_a_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
     assert "envelope/" not in clone.git("branch")
 
 
-def test_the_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
+def test_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
     topic.commit("[Core] Import", vllm__budget_py="import os\n")
     topic.ok("export")
     proposals = topic.root / "patches/topics.toml"
@@ -380,28 +380,28 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong(topic: Project, clone: Clone, what: str) -> None:
+def test_wrong(topic: Project, clone: Clone, what: str) -> None:
     more, message = WRONG[what]
     before = clone.state()
     assert message in topic.fails(*arguments(clone.path, *more))
     assert clone.state() == before
 
 
-def test_a_topic_without_a_proposal(topic: Project, clone: Clone) -> None:
+def test_topic_without_a_proposal(topic: Project, clone: Clone) -> None:
     half = f"[topic.{TOPIC}]\nclaims = []\n"
     (topic.root / "patches/topics.toml").write_text(half)
     error = topic.fails(*arguments(clone.path))
     assert f"has no not_duplicate for {TOPIC}" in error
 
 
-def test_a_missing_result(topic: Project, clone: Clone) -> None:
+def test_missing_result(topic: Project, clone: Clone) -> None:
     (topic.root / "results/half.json").unlink()
     before = clone.state()
     assert "half.json, which is not there" in topic.fails(*arguments(clone.path))
     assert clone.state() == before
 
 
-def test_a_template_that_changed(topic: Project, clone: Clone) -> None:
+def test_changed_template_is_refused(topic: Project, clone: Clone) -> None:
     (clone.path / ".github/PULL_REQUEST_TEMPLATE.md").write_text("## Purpose\n")
     clone.git("commit", "-q", "-a", "-m", "Another template")
     before = clone.state()

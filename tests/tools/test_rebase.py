@@ -19,7 +19,7 @@ def resolve(tree: Path, name: str, content: str) -> None:
         subprocess.run(["git", "-C", tree, *identity, *command], check=True)
 
 
-def test_a_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
+def test_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
     before = series.files()
     error = series.fails("rebase", "--to", "1.2.2")
     assert "conflicts.patch conflicts in vllm/plan.py" in error
@@ -55,7 +55,7 @@ def test_a_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
     assert old.exists()
 
 
-def test_a_conflict_is_resolved_once(
+def test_conflict_is_resolved_once(
     series: Project, index: tuple[str, Path], tmp_path: Path
 ) -> None:
     """git resolves it the next time, in another clone and in a file that changed."""
@@ -108,7 +108,7 @@ def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> 
     assert not (project.root / "build/rebase-1.2.2").exists()
 
 
-def test_a_check_writes_nothing(series: Project) -> None:
+def test_check_writes_nothing(series: Project) -> None:
     series.environment["ENVELOPE_CACHE"] = str(series.root / "build/cache")
     series.ok("source")
     before = series.files()
@@ -118,14 +118,14 @@ def test_a_check_writes_nothing(series: Project) -> None:
     }
 
 
-def test_a_patch_can_be_skipped(series: Project) -> None:
+def test_patch_can_be_skipped(series: Project) -> None:
     series.fails("rebase", "--to", "1.2.2")
     tree = series.root / "build/rebase-1.2.2/vllm"
     subprocess.run(["git", "-C", tree, "am", "--skip"], check=True)
     assert "conflicts.patch: skipped by hand" in series.ok("rebase", "--to", "1.2.2")
 
 
-def test_an_unknown_release(series: Project) -> None:
+def test_unknown_release_is_refused(series: Project) -> None:
     assert "has no vLLM 9.9.9" in series.fails("rebase", "--to", "9.9.9")
     assert not (series.root / "build/rebase-9.9.9").exists()
     series.environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/"
@@ -133,6 +133,6 @@ def test_an_unknown_release(series: Project) -> None:
     assert "could not look up vLLM 9.9.9" in error and "put the file" not in error
 
 
-def test_a_release_that_is_there(series: Project) -> None:
+def test_release_that_is_there(series: Project) -> None:
     error = series.fails("rebase", "--to", "1.2.3")
     assert "v1.2.3 is there already" in error

@@ -35,7 +35,7 @@ def test_export_after_source_changes_nothing(patched: Project) -> None:
     }
 
 
-def test_a_patch_has_one_author_and_says_what_upstream_knows(patched: Project) -> None:
+def test_patch_has_one_author_and_says_what_upstream_knows(patched: Project) -> None:
     """DEP-3's fields are the file's alone: no commit has them."""
     patched.commit("[Core] Mine", vllm__gone_py="UNUSED = 2\n")
     (patched.root / "patches/topics.toml").write_text(
@@ -70,12 +70,12 @@ def test_patches_are_named_for_what_they_do(patched: Project) -> None:
     assert names == ["halve-what-is-requested.patch", "initialise-twice.patch"]
 
 
-def test_an_amended_commit_keeps_the_name_of_its_patch(patched: Project) -> None:
+def test_amended_commit_keeps_the_name_of_its_patch(patched: Project) -> None:
     patched.git("commit", "-q", "--amend", "-m", "[Build] Initialise three times")
     assert "changed initialise-twice.patch" in patched.ok("export")
 
 
-def test_a_dropped_commit_drops_its_patch(patched: Project) -> None:
+def test_dropped_commit_drops_its_patch(patched: Project) -> None:
     patched.git("reset", "-q", "--hard", "HEAD~")
     assert "removed initialise-twice.patch" in patched.ok("export")
     assert [p.name for p in patched.patches.glob("*.patch")] == [
@@ -83,7 +83,7 @@ def test_a_dropped_commit_drops_its_patch(patched: Project) -> None:
     ]
 
 
-def test_the_users_git_configuration_does_not_change_the_export(
+def test_users_git_configuration_does_not_change_the_export(
     patched: Project, tmp_path: Path
 ) -> None:
     config = tmp_path / "gitconfig"
@@ -108,14 +108,14 @@ def test_commits_that_are_not_exported_are_not_overwritten(patched: Project) -> 
     assert patched.git("log", "-1", "--format=%s") == "[Core] Mine\n"
 
 
-def test_a_changed_patch_file_replaces_an_untouched_tree(patched: Project) -> None:
+def test_changed_patch_file_replaces_an_untouched_tree(patched: Project) -> None:
     patch = patched.patches / "halve-what-is-requested.patch"
     patch.write_text(patch.read_text().replace("total // 2", "total // 4"))
     patched.ok("source")
     assert "total // 4" in (patched.tree / "vllm/budget.py").read_text()
 
 
-def test_a_patch_that_does_not_apply_is_named_with_its_file(patched: Project) -> None:
+def test_patch_that_does_not_apply_is_named_with_its_file(patched: Project) -> None:
     patch = patched.patches / "halve-what-is-requested.patch"
     patch.write_text(patch.read_text().replace("return total\n", "return other\n"))
     before = patched.files()
@@ -125,7 +125,7 @@ def test_a_patch_that_does_not_apply_is_named_with_its_file(patched: Project) ->
     assert patched.files() == before
 
 
-def test_a_fixup_must_be_squashed(patched: Project) -> None:
+def test_fixup_must_be_squashed(patched: Project) -> None:
     patched.commit("fixup! [Core] Halve what is requested", vllm__budget_py="x = 1\n")
     assert "is not squashed yet" in patched.fails("export")
 
@@ -135,24 +135,24 @@ def test_two_commits_cannot_share_a_name(patched: Project) -> None:
     assert "two commits would be exported as" in patched.fails("export")
 
 
-def test_a_foreign_folder_is_left_alone(project: Project) -> None:
+def test_foreign_folder_is_left_alone(project: Project) -> None:
     project.tree.mkdir()
     (project.tree / "precious").write_text("mine")
     assert "was not made by 'make source'" in project.fails("source")
     assert (project.tree / "precious").read_text() == "mine"
 
 
-def test_a_series_that_names_a_missing_patch(project: Project) -> None:
+def test_series_that_names_a_missing_patch(project: Project) -> None:
     (project.patches / "series").write_text("absent.patch\n")
     assert "differ: absent.patch" in project.fails("source")
 
 
-def test_an_unknown_base_names_the_known_ones(project: Project) -> None:
+def test_unknown_base_names_the_known_ones(project: Project) -> None:
     error = project.fails("source", "--base", "9.9.9")
     assert "9.9.9 is not a supported base" in error and "1.2.3" in error
 
 
-def test_a_clone_of_upstream_can_be_the_start(patched: Project, tmp_path: Path) -> None:
+def test_clone_of_upstream_can_be_the_start(patched: Project, tmp_path: Path) -> None:
     clone = tmp_path / "upstream"
     patched.tree.rename(clone)
     error = patched.fails("source", "--git", str(clone))

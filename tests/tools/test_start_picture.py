@@ -28,7 +28,7 @@ def draw(folder: Path, table: str) -> tuple[int, str, list[str]]:
     return done.returncode, done.stderr, told
 
 
-def test_the_picture_is_that_of_the_table(tmp_path: Path) -> None:
+def test_picture_is_that_of_the_table(tmp_path: Path) -> None:
     status, errors, told = draw(tmp_path, HEAD + ROWS)
     assert status == 0, errors
     assert told[:4] == [
@@ -41,20 +41,20 @@ def test_the_picture_is_that_of_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", ["", HEAD])
-def test_a_table_without_rows_is_refused(table: str, tmp_path: Path) -> None:
+def test_table_without_rows_is_refused(table: str, tmp_path: Path) -> None:
     status, errors, told = draw(tmp_path, table)
     assert status == 1 and "no row of the table that bench.start prints" in errors
     assert not told
 
 
-def test_the_picture_of_the_readme_is_up_to_date(tmp_path: Path) -> None:
+def test_picture_of_the_readme_is_up_to_date(tmp_path: Path) -> None:
     out = tmp_path / "picture.svg"
     done = module("bench.start_picture", "--out", out)
     assert done.returncode == 0, done.stderr
     assert out.read_text() == (ROOT / PICTURE).read_text()
 
 
-def test_the_page_counts_what_the_table_has() -> None:
+def test_page_counts_what_the_table_has() -> None:
     starts = read((ROOT / TABLE).read_text())
     page = (ROOT / "docs/start-within-the-budget.md").read_text()
     for site, name in NAMES.items():

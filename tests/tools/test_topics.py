@@ -65,7 +65,7 @@ def wheel(project: Project, *arguments: str) -> Path:
     return path
 
 
-def test_a_wheel_of_chosen_topics_has_what_they_need(topics: Project) -> None:
+def test_wheel_of_chosen_topics_has_what_they_need(topics: Project) -> None:
     shown = topics.ok("build_wheel", "--topics", "use-spare")
     assert shown.endswith("topics:\n  add-spare\n  use-spare\n")
     (path,) = (topics.root / "dist").glob("*.whl")
@@ -108,7 +108,7 @@ plan-e = "else nothing is spared"
 """
 
 
-def test_a_set_is_closed_over_what_its_cure_relies_on(
+def test_set_is_closed_over_what_its_cure_relies_on(
     topics: Project, make: Callable[..., Installed]
 ) -> None:
     tell(topics, TOLD + SETS)
@@ -136,7 +136,7 @@ def test_a_set_is_closed_over_what_its_cure_relies_on(
     assert wheel(topics, "--set", "all").name == wheel(topics).name
 
 
-def test_an_unknown_topic(topics: Project) -> None:
+def test_unknown_topic_is_refused(topics: Project) -> None:
     error = topics.fails("build_wheel", "--topics", "other")
     assert "no topic 'other'. They are: add-spare, use-spare" in error
 
@@ -164,7 +164,7 @@ def test_what_topics_say_that_they_need_is_enough(topics: Project) -> None:
     )
 
 
-def test_a_name_of_a_topic_that_is_not_needed(topics: Project) -> None:
+def test_name_of_a_topic_that_is_not_needed(topics: Project) -> None:
     tell(topics, TOLD.replace('needs = {add-spare = "uses `spare`"}', ""))
     code, shown = alone(topics)
     assert code == 1
@@ -172,7 +172,7 @@ def test_a_name_of_a_topic_that_is_not_needed(topics: Project) -> None:
     assert f"use-spare.patch: \n  {wanted}\n" in shown
 
 
-def test_a_neighbour_that_is_not_told(topics: Project) -> None:
+def test_neighbour_that_is_not_told(topics: Project) -> None:
     tell(topics, TOLD.replace('beside = ["plan-e"]', ""))
     code, shown = alone(topics)
     assert code == 1
@@ -192,7 +192,7 @@ def links(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "made"), [(PAGE, page), (FRONT, front)])
-def test_the_page_is_what_the_file_says(
+def test_page_is_what_the_file_says(
     name: str, made: Callable[[Path, str], str]
 ) -> None:
     text = (ROOT / name).read_text()
@@ -206,7 +206,7 @@ def test_core_stays_small() -> None:
     assert added - removed <= 1500
 
 
-def test_a_topic_is_proposed_once_and_after_its_needs() -> None:
+def test_topic_is_proposed_once_and_after_its_needs() -> None:
     order = upstream(ROOT).order
     assert sorted(order) == sorted(SERIES)
     for name, topic in TOPICS.items():
@@ -216,7 +216,7 @@ def test_a_topic_is_proposed_once_and_after_its_needs() -> None:
         assert proposed == ("forwarded" in topic.told), name
 
 
-def test_a_set_has_no_other_name() -> None:
+def test_set_has_no_other_name() -> None:
     """Letters alone: the version has it between dots."""
     assert all(re.fullmatch("[a-z]+", name) for name in sets(ROOT))
 
@@ -243,7 +243,7 @@ def test_symptoms_have_no_thread_that_the_file_lacks() -> None:
             assert links(row) <= own, row
 
 
-def test_a_message_names_no_thread_that_the_file_lacks() -> None:
+def test_message_names_no_thread_that_the_file_lacks() -> None:
     for patch in NEWEST.patches():
         text = patch.read_text(errors="replace").partition("\n---\n")[0]
         said = set(re.findall(r"(?<![\w/-])#\d{4,}", text.partition("\n\n")[2]))
@@ -260,7 +260,7 @@ def test_needs_are_topics_before() -> None:
         assert with_needs(ROOT, SERIES, [name])[-1] == name
 
 
-def test_a_state_is_told_once() -> None:
+def test_state_is_told_once() -> None:
     text = "#44866 does, #44866 (wholly) too, after #50779 (in part)"
     assert stated(text, THREADS) == (
         "#44866 (open) does, #44866 (wholly) too, after #50779 (closed; in part)"

@@ -56,7 +56,7 @@ def call(site: Path, given: list[Path], path: Path) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_a_newer_pytorch_loads_with_an_older_nccl(tmp_path: Path) -> None:
+def test_newer_pytorch_loads_with_an_older_nccl(tmp_path: Path) -> None:
     site = tmp_path / "site"
     packages = machine(tmp_path / "packages")
     done = call(site, parts(tmp_path), packages)
@@ -89,7 +89,7 @@ def test_all_parts_are_needed(left: list[int], tmp_path: Path) -> None:
     assert not (tmp_path / "site").exists()
 
 
-def test_a_last_part_that_lacks_is_told(tmp_path: Path) -> None:
+def test_last_part_that_lacks_is_told(tmp_path: Path) -> None:
     packages = machine(tmp_path / "packages")
     done = call(tmp_path / "site", parts(tmp_path)[:2], packages)
     assert done.returncode == 1

@@ -44,5 +44,5 @@ def test_scripts_of_upstreams_tree_say_what_they_find(tmp_path: Path) -> None:
     assert (environment / "bin/python").exists()
 
 
-def test_a_release_without_hooks(tmp_path: Path) -> None:
+def test_release_without_hooks(tmp_path: Path) -> None:
     assert upstream_hooks.run(tmp_path, ["a.py"], tmp_path) == []

@@ -75,7 +75,7 @@ def test_both_architectures_verify(patched: Project, arch: str) -> None:
     assert "and the series, nothing else" in patched.ok("verify", wheel)
 
 
-def test_the_same_inputs_give_the_same_wheel(built: Project) -> None:
+def test_same_inputs_give_the_same_wheel(built: Project) -> None:
     wheel = built.wheel()
     first = wheel.read_bytes()
     assert "is up to date" in built.ok("build_wheel", "--arch", "x86_64")
@@ -84,7 +84,7 @@ def test_the_same_inputs_give_the_same_wheel(built: Project) -> None:
     assert wheel.read_bytes() == first
 
 
-def test_a_longer_series_replaces_the_wheel(built: Project) -> None:
+def test_longer_series_replaces_the_wheel(built: Project) -> None:
     built.commit("[Core] More", vllm__budget_py="def requested(total):\n    pass\n")
     built.ok("export")
     built.ok("build_wheel", "--arch", "x86_64")
@@ -92,7 +92,7 @@ def test_a_longer_series_replaces_the_wheel(built: Project) -> None:
     assert names == [built.wheel().name]
 
 
-def test_a_damaged_wheel_is_built_again(built: Project) -> None:
+def test_damaged_wheel_is_built_again(built: Project) -> None:
     wheel = built.wheel()
     good = wheel.read_bytes()
     wheel.write_bytes(good[:-1])
@@ -120,14 +120,14 @@ def test_code_that_needs_cuda_to_build_is_refused(project: Project) -> None:
     assert not list((project.root / "dist").iterdir())
 
 
-def test_a_compiler_error_is_shown(project: Project) -> None:
+def test_compiler_error_is_shown(project: Project) -> None:
     project.ok("source")
     project.commit("[Build] Oops", **{"csrc__native.cpp": "int main( {\n"})
     project.ok("export")
     assert "expected" in project.fails("build_wheel", "--arch", "x86_64")
 
 
-def test_a_hash_that_does_not_match(project: Project) -> None:
+def test_hash_that_does_not_match(project: Project) -> None:
     base = project.patches / "base.toml"
     lines = base.read_text().splitlines()
     at = lines.index("[sdist]") + 2
@@ -139,7 +139,7 @@ def test_a_hash_that_does_not_match(project: Project) -> None:
     assert not project.tree.exists()
 
 
-def test_a_damaged_download_is_fetched_again(built: Project) -> None:
+def test_damaged_download_is_fetched_again(built: Project) -> None:
     (cached,) = Path(built.environment["ENVELOPE_CACHE"]).glob("*/*.whl")
     good = cached.read_bytes()
     cached.write_bytes(good[:100])
@@ -159,18 +159,18 @@ def test_no_network(project: Project) -> None:
     assert not project.tree.exists()
 
 
-def test_an_index_without_the_release(project: Project) -> None:
+def test_index_without_the_release(project: Project) -> None:
     base = project.patches / "base.toml"
     base.write_text(base.read_text().replace("vllm-1.2.3.tar.gz", "vllm-1.2.4.tar.gz"))
     assert "the package index has no vllm-1.2.4.tar.gz" in project.fails("source")
 
 
-def test_an_architecture_without_a_wheel(patched: Project) -> None:
+def test_architecture_without_a_wheel(patched: Project) -> None:
     error = patched.fails("build_wheel", "--arch", "riscv64")
     assert "no wheel for 'riscv64'. Supported: aarch64, x86_64" in error
 
 
-def test_a_full_disk_leaves_no_wheel(patched: Project) -> None:
+def test_full_disk_leaves_no_wheel(patched: Project) -> None:
     """Writing fails from the first byte over 256 KiB, as on a full disk."""
 
     def small_files() -> None:
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_no_wheel(patched: Project) -> None:
     assert patched.files() == before and wheel.is_file()
 
 
-def test_an_interrupted_build_can_be_run_again(patched: Project) -> None:
+def test_interrupted_build_can_be_run_again(patched: Project) -> None:
     """If killed at any moment, run it again: it succeeds, and leaves nothing over."""
     for delay in (0.1, 0.4, 0.8):
         process = subprocess.Popen(
@@ -231,7 +231,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_verify_finds(built: Project, what: str) -> None:
+def test_verify_finds_tampering(built: Project, what: str) -> None:
     name, content, message = TAMPERED[what]
     wheel = built.wheel()
     tamper(wheel, {name.format(info=built.info): content})
@@ -249,9 +249,7 @@ def test_verify_finds_a_wrong_name(built: Project) -> None:
 
 
 @pytest.mark.parametrize("installer", [["pip"], ["uv", "pip"]], ids=" ".join)
-def test_the_wheel_installs(
-    patched: Project, installer: list[str], tmp_path: Path
-) -> None:
+def test_wheel_installs(patched: Project, installer: list[str], tmp_path: Path) -> None:
     arch = os.uname().machine
     patched.ok("build_wheel", "--arch", arch)
     wheel, site = str(patched.wheel(arch)), tmp_path / "site"
@@ -293,7 +291,7 @@ def test_pip_replaces_a_build_of_as_many_other_patches(
     assert first == second and versions[0] != versions[1]
 
 
-def test_the_cache_is_trusted_by_hash_alone(built: Project) -> None:
+def test_cache_is_trusted_by_hash_alone(built: Project) -> None:
     for path in Path(built.environment["ENVELOPE_CACHE"]).rglob("vllm-*"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         assert digest in (built.patches / "base.toml").read_text()

@@ -37,7 +37,7 @@ def test_nothing_goes_before_the_driver_is_initialized() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", context="100MiB")
-def test_a_context_ends_with_its_last_release() -> None:
+def test_context_ends_with_its_last_release() -> None:
     from vgpu import control
 
     gpu = Cuda()

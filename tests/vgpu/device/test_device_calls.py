@@ -42,14 +42,14 @@ def test_capacity_is_exact_to_the_byte() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", malloc_block=512)
-def test_the_malloc_block_is_a_parameter() -> None:
+def test_malloc_block_is_a_parameter() -> None:
     gpu = Cuda()
     assert gpu.malloc(1)[0] == OK
     assert gpu.used() == 512
 
 
 @pytest.mark.vgpu(memory="184GiB")
-def test_a_huge_device_costs_no_host_memory() -> None:
+def test_huge_device_costs_no_host_memory() -> None:
     import resource
 
     gpu = Cuda()
@@ -139,7 +139,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.vgpu(memory="1GiB")
-def test_an_illegal_address_is_named_and_sticks(
+def test_illegal_address_is_named_and_sticks(
     case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Cuda()
@@ -260,7 +260,7 @@ def test_each_device_has_its_own_memory() -> None:
 
 
 @pytest.mark.vgpu(devices=2, memory="1GiB", context="100MiB")
-def test_a_thread_that_asks_for_an_event_makes_no_context() -> None:
+def test_thread_that_asks_for_an_event_makes_no_context() -> None:
     """As PyTorch's NCCL watchdogs of all ranks do, on device 0."""
     gpu = Cuda()
     assert gpu.set_device(1) == OK
@@ -304,7 +304,7 @@ def test_entry_points_by_name_and_version() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_a_forked_child_may_not_go_on_and_costs_nothing() -> None:
+def test_forked_child_may_not_go_on_and_costs_nothing() -> None:
     gpu = Cuda()
     assert gpu.malloc(G)[0] == OK
     child = os.fork()
@@ -340,7 +340,7 @@ def test_processes_of_a_run_share_a_device_and_a_killed_one_gives_back() -> None
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_attributes_of_pools() -> None:
+def test_attributes_that_pools_lack_are_refused() -> None:
     gpu = Cuda()
     pool = gpu.new("cudaDeviceGetDefaultMemPool", c_int(0))
 

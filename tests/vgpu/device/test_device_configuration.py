@@ -53,12 +53,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("setting", BAD)
-def test_a_bad_setting_is_named(setting: str) -> None:
+def test_bad_setting_is_named(setting: str) -> None:
     with pytest.raises(VgpuError, match=f"(?s){BAD[setting]}"):
         config.load(settings=[setting])
 
 
-def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+def test_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(VgpuError, match="cannot read .*none.toml"):
         config.load(tmp_path / "none.toml")
     path = tmp_path / "bad.toml"
@@ -83,7 +83,7 @@ def test_settings_win_over_options_over_the_file(tmp_path: Path) -> None:
     ("text", "size"),
     [("23.5GiB", 25232932864), ("1 kb", 1000), (7, 7), ("2MiB", 2097152), ("0", 0)],
 )
-def test_sizes(text: object, size: int) -> None:
+def test_sizes_are_parsed(text: object, size: int) -> None:
     assert config.parse_size(text) == size
 
 
@@ -139,23 +139,21 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (("--mem", "1GiB", "--", "true"), "unrecognized arguments: --mem"),
     ],
 )
-def test_the_command_line_says_what_is_wrong(
-    arguments: tuple[str, ...], said: str
-) -> None:
+def test_command_line_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+def test_missing_compiler_is_named(tmp_path: Path) -> None:
     done = run("build", PATH=str(tmp_path), CC="", VGPU_BUILD_DIR=str(tmp_path))
     assert done.returncode == 2
     assert "no C compiler: looked for $CC, cc, gcc and clang" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
     done = run("build", CC="false", VGPU_BUILD_DIR=str(tmp_path))
     assert done.returncode == 2 and "the compiler failed (1)" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -174,14 +172,18 @@ def environment(tmp_path: Path, *files: str, version: str = "2.0") -> str:
     return str(site)
 
 
-def test_no_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_headers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = environment(tmp_path, "torch/lib/libtorch_cuda.so")
     monkeypatch.setattr(build, "site_packages", lambda: Path(site))
     with pytest.raises(VgpuError, match="no CUDA headers.*nvidia-cuda-runtime"):
         build.ensure()
 
 
-def test_a_torch_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = environment(tmp_path, "torch/lib/libtorch_cpu.so", version="2.0+cpu")
     monkeypatch.setattr(build, "site_packages", lambda: Path(site))
     monkeypatch.setattr(build.metadata, "version", lambda _: "2.0+cpu")
@@ -189,7 +191,7 @@ def test_a_torch_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         build.ensure()
 
 
-def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise build.metadata.PackageNotFoundError(name)
 
@@ -198,7 +200,7 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         build.ensure()
 
 
-def test_a_second_build_does_nothing() -> None:
+def test_second_build_does_nothing() -> None:
     first = build.ensure()
     before = (first / "libcuda.so.1").stat().st_mtime_ns
     assert build.ensure() == first

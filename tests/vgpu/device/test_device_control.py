@@ -76,7 +76,7 @@ def test_peaks_are_kept_for_each_phase() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_the_nth_call_and_calls_over_a_size_fail() -> None:
+def test_nth_call_and_calls_over_a_size_fail() -> None:
     from vgpu import control
 
     gpu = Cuda()
@@ -169,7 +169,7 @@ def test_failures_and_moves_may_be_configured() -> None:
         assert control.other() == 512 * MIB
 
 
-def test_control_from_outside(tmp_path: Path) -> None:
+def test_control_works_from_outside(tmp_path: Path) -> None:
     run = tmp_path / "run"
     text = (
         "import sys; gpu.malloc(1 << 21); print('ready', flush=True)\n"
@@ -198,7 +198,7 @@ def report(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_report_says_what_each_process_did(tmp_path: Path) -> None:
+def test_report_says_what_each_process_did(tmp_path: Path) -> None:
     path = tmp_path / "report"
     text = (
         "control.inject('cudaMalloc'); gpu.malloc(1 << 30); gpu.malloc(6 << 20)\n"
@@ -217,7 +217,7 @@ def test_the_report_says_what_each_process_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "pass"])
-def test_a_process_that_ends_abruptly_still_tells(tmp_path: Path, end: str) -> None:
+def test_process_that_ends_abruptly_still_tells(tmp_path: Path, end: str) -> None:
     path, events = tmp_path / "report", tmp_path / "timeline"
     text = f"import os; gpu.malloc(6 << 20); gpu.malloc(2 << 20); {end}"
     options = ("--memory", "1GiB", "--report", path, "--timeline", events)
@@ -231,7 +231,7 @@ def test_a_process_that_ends_abruptly_still_tells(tmp_path: Path, end: str) -> N
     ]
 
 
-def test_a_run_starts_its_files_afresh(tmp_path: Path) -> None:
+def test_run_starts_its_files_afresh(tmp_path: Path) -> None:
     path, events = tmp_path / "report", tmp_path / "timeline"
     for _ in range(2):
         options = ("--report", path, "--timeline", events)
@@ -248,7 +248,7 @@ def test_strict_makes_ignored_calls_fail() -> None:
     assert vgpu("--strict", *script(text)).stdout == "801 801\n"
 
 
-def test_a_timeline_is_exact_and_drawn(tmp_path: Path) -> None:
+def test_timeline_is_exact_and_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "t.jsonl", tmp_path / "t.svg"
     text = (
         "import subprocess, sys\n"
@@ -279,13 +279,13 @@ def test_a_timeline_is_exact_and_drawn(tmp_path: Path) -> None:
     assert "is no timeline event" in vgpu("timeline", bad, check=False).stderr
 
 
-def test_a_run_leaves_nothing_behind() -> None:
+def test_run_leaves_nothing_behind() -> None:
     text = "import os; gpu.malloc(1); print(os.environ['VGPU_RUN'])"
     run = Path(vgpu(*script(text)).stdout.strip())
     assert run.name.startswith("vgpu-") and not run.exists()
 
 
-def test_the_next_run_removes_what_a_killed_launcher_left() -> None:
+def test_next_run_removes_what_a_killed_launcher_left() -> None:
     text = "import os, sys; gpu.malloc(1); print(os.environ['VGPU_RUN'], flush=True)\n"
     launcher = subprocess.Popen(
         [sys.executable, "-m", "vgpu", *script(text + "sys.stdin.read()")],
@@ -322,7 +322,7 @@ def test_launchers_that_start_at_once_remove_the_same_folders(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_keeps_its_status_and_its_streams() -> None:
+def test_command_keeps_its_status_and_its_streams() -> None:
     done = vgpu("--", "sh", "-c", "echo out; echo err >&2; exit 7", check=False)
     assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
     assert vgpu("--", "sh", "-c", "kill -9 $$", check=False).returncode == 137

@@ -138,7 +138,7 @@ def graph_of_a_fill(gpu: Cuda) -> c_void_p:
 
 
 @pytest.mark.vgpu(memory="1GiB", graph="1MiB", first_graph="64MiB")
-def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
+def test_first_graph_of_a_process_costs_more_and_once() -> None:
     gpu = Cuda()
     graph = graph_of_a_fill(gpu)
     before = gpu.used()
@@ -152,7 +152,7 @@ def test_the_first_graph_of_a_process_costs_more_and_once() -> None:
 
 
 @pytest.mark.vgpu(memory="128MiB", first_graph="128MiB")
-def test_a_first_graph_that_does_not_fit_is_refused() -> None:
+def test_first_graph_that_does_not_fit_is_refused() -> None:
     gpu = Cuda()
     graph = graph_of_a_fill(gpu)
     executable = c_void_p()
@@ -167,7 +167,7 @@ def test_a_first_graph_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", module="2MiB", kernel="1MiB")
-def test_a_kernel_is_charged_when_it_is_first_launched() -> None:
+def test_kernel_is_charged_when_it_is_first_launched() -> None:
     gpu = Cuda()
     assert gpu.set_device(0) == OK
     module = gpu.new("cuModuleLoadData", b"image")
@@ -184,7 +184,7 @@ def test_a_kernel_is_charged_when_it_is_first_launched() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_a_kernel_hook_is_off_by_default() -> None:
+def test_kernel_hook_is_off_by_default() -> None:
     assert launch_with_argument() == bytes(16)
 
 
@@ -200,7 +200,7 @@ def test_a_kernel_hook_is_off_by_default() -> None:
         }
     ],
 )
-def test_a_kernel_hook_writes_through_an_argument() -> None:
+def test_kernel_hook_writes_through_an_argument() -> None:
     one = (1).to_bytes(4, "little")
     assert launch_with_argument() == one * 3 + bytes(4)
 
@@ -209,7 +209,7 @@ def test_a_kernel_hook_writes_through_an_argument() -> None:
     memory="1GiB",
     hooks=[{"kernel": "_count_*", "argument": 0, "value_argument": 1, "bytes": 8}],
 )
-def test_a_kernel_hook_writes_the_value_of_an_argument() -> None:
+def test_kernel_hook_writes_the_value_of_an_argument() -> None:
     three = (3).to_bytes(4, "little")
     assert launch_with_argument() == three * 2 + bytes(8)
 

@@ -101,7 +101,7 @@ def test_fixtures_of_the_modules_around_are_torn_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.vgpu(memory="3GiB")
-def test_the_device_is_the_one_described() -> None:
+def test_device_is_the_one_described() -> None:
     from vgpu import control
 
     assert control.memory() == 3 * 2**30

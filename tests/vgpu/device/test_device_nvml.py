@@ -23,7 +23,7 @@ def nvml() -> Any:
 
 
 @pytest.mark.vgpu(profile="rtx5090", other="1GiB", devices=2)
-def test_devices_and_memory() -> None:
+def test_nvml_reports_devices_and_memory() -> None:
     n = nvml()
     assert n.nvmlDeviceGetCount() == 2
     handle = n.nvmlDeviceGetHandleByIndex(1)
@@ -153,7 +153,7 @@ def test_clients_of_mps_are_listed_as_such() -> None:
     mig_parent_total="80GiB",
     env={"CUDA_VISIBLE_DEVICES": MIG},
 )
-def test_a_mig_instance_and_its_parent() -> None:
+def test_mig_instance_and_its_parent() -> None:
     n = nvml()
     parent = n.nvmlDeviceGetHandleByIndex(0)
     assert n.nvmlDeviceGetMemoryInfo(parent).total == 80 * GIB
@@ -176,7 +176,7 @@ def test_a_mig_instance_and_its_parent() -> None:
     mig_uuid=MIG,
     nvml_errors={"nvmlDeviceGetMemoryInfo@parent": "NoPermission"},
 )
-def test_an_error_may_be_the_parents_alone() -> None:
+def test_error_may_be_the_parents_alone() -> None:
     n = nvml()
     with pytest.raises(n.NVMLError_NoPermission):
         n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))
@@ -219,7 +219,7 @@ def test_nvml_may_be_absent() -> None:
 
 
 @pytest.mark.vgpu(memory="8GiB")
-def test_an_nvml_error_may_be_injected_once() -> None:
+def test_nvml_error_may_be_injected_once() -> None:
     from vgpu import control
 
     n = nvml()

@@ -17,7 +17,7 @@ def used() -> int:
 
 
 @pytest.mark.vgpu(memory="8GiB", name="A Card", compute_capability="8.6", sm_count=82)
-def test_properties_and_contents() -> None:
+def test_torch_reads_properties_and_contents() -> None:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -127,7 +127,7 @@ def test_expandable_segments_grow_and_shrink_by_granules() -> None:
 
 
 @pytest.mark.vgpu(memory="8GiB")
-def test_a_memory_pool_is_returned_when_dropped() -> None:
+def test_memory_pool_is_returned_when_dropped() -> None:
     import torch
 
     pool = torch.cuda.MemPool()
@@ -157,7 +157,7 @@ def test_kernels_of_pytorch_are_charged_when_they_are_first_launched() -> None:
 
 
 @pytest.mark.vgpu(memory="8GiB", graph="3MiB")
-def test_a_graph_keeps_its_private_pool_and_replays_copies() -> None:
+def test_graph_keeps_its_private_pool_and_replays_copies() -> None:
     import torch
 
     source = torch.ones(MIB, device="cuda")
@@ -184,7 +184,7 @@ def test_a_graph_keeps_its_private_pool_and_replays_copies() -> None:
 
 
 @pytest.mark.vgpu(memory="8GiB")
-def test_a_failed_allocation_frees_the_cache_and_tries_again() -> None:
+def test_failed_allocation_frees_the_cache_and_tries_again() -> None:
     import torch
 
     from vgpu import control
@@ -216,7 +216,7 @@ def test_use_after_unmap_is_an_illegal_access() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", devices=2, device={"1": {"memory": "2GiB"}})
-def test_two_devices() -> None:
+def test_torch_uses_two_devices() -> None:
     import torch
 
     assert torch.cuda.device_count() == 2

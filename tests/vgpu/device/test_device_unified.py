@@ -120,7 +120,7 @@ def test_what_the_host_has_no_room_for_is_out_of_memory() -> None:
 
 
 @pytest.mark.vgpu(memory="16GiB", integrated=True, other="2GiB", page_cache="4GiB")
-def test_the_page_cache_is_available_but_not_free() -> None:
+def test_page_cache_is_available_but_not_free() -> None:
     from vgpu import control
 
     gpu = Cuda()
@@ -138,7 +138,7 @@ def test_the_page_cache_is_available_but_not_free() -> None:
 
 
 @pytest.mark.vgpu(memory="16GiB", integrated=True)
-def test_the_least_available_is_kept() -> None:
+def test_least_available_is_kept() -> None:
     from vgpu import control
 
     gpu = Cuda()
@@ -187,7 +187,7 @@ def test_processes_share_the_host() -> None:
     assert near(gpu.info()[0], before)
 
 
-def test_the_report_has_the_least_that_was_available(tmp_path: Path) -> None:
+def test_report_has_the_least_that_was_available(tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     subprocess.run(
         [

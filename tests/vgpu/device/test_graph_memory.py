@@ -121,7 +121,7 @@ def test_memory_is_there_from_the_first_launch_until_it_is_trimmed() -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_an_upload_maps_what_a_launch_needs() -> None:
+def test_upload_maps_what_a_launch_needs() -> None:
     gpu = Graphs()
     executable, _ = gpu.instances(BLOCK, freed=True)
     assert gpu.call("cudaGraphUpload", executable, gpu.s) == OK
@@ -132,7 +132,7 @@ def test_an_upload_maps_what_a_launch_needs() -> None:
 
 @pytest.mark.vgpu(memory="64MiB")
 @pytest.mark.parametrize("free", ["cudaFree", "cudaFreeAsync", "a graph"])
-def test_an_unfreed_allocation_outlives_the_launch_and_prevents_another(
+def test_unfreed_allocation_outlives_the_launch_and_prevents_another(
     free: str,
 ) -> None:
     gpu = Graphs()
@@ -163,7 +163,7 @@ def test_an_unfreed_allocation_outlives_the_launch_and_prevents_another(
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_a_launch_frees_what_the_last_one_left_if_it_was_told_to() -> None:
+def test_launch_frees_what_the_last_one_left_if_it_was_told_to() -> None:
     gpu = Graphs()
     graph, (kept, also) = gpu.captured(BLOCK, 2 * BLOCK, freed=False)
     executable = gpu.instance(graph, FREE_ON_LAUNCH)
@@ -295,7 +295,7 @@ def test_more_than_the_device_has_is_refused_in_the_capture() -> None:
 
 @pytest.mark.vgpu(memory="64MiB")
 @pytest.mark.parametrize("what", ["a pool's", "freed", "freed elsewhere", "unknown"])
-def test_a_capture_frees_only_what_graphs_allocate_and_once(what: str) -> None:
+def test_capture_frees_only_what_graphs_allocate_and_once(what: str) -> None:
     gpu = Graphs()
     address = gpu.allocate(BLOCK)
     if what == "freed":
@@ -313,7 +313,7 @@ def test_a_capture_frees_only_what_graphs_allocate_and_once(what: str) -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_a_capture_that_fails_leaves_no_allocation() -> None:
+def test_capture_that_fails_leaves_no_allocation() -> None:
     gpu = Graphs()
     assert gpu.begin(gpu.s) == OK
     address = gpu.allocate(BLOCK)
@@ -324,7 +324,7 @@ def test_a_capture_that_fails_leaves_no_allocation() -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_a_graph_that_allocates_has_one_instance_and_is_part_of_no_other() -> None:
+def test_graph_that_allocates_has_one_instance_and_is_part_of_no_other() -> None:
     gpu = Graphs()
     graph, _ = gpu.captured(BLOCK, freed=True)
     executable, second = gpu.instance(graph), c_void_p()
@@ -340,7 +340,7 @@ def test_a_graph_that_allocates_has_one_instance_and_is_part_of_no_other() -> No
 
 @pytest.mark.vgpu(memory="64MiB")
 @pytest.mark.parametrize("freed", [False, True])
-def test_an_address_is_known_as_long_as_its_graph(freed: bool) -> None:
+def test_address_is_known_as_long_as_its_graph(freed: bool) -> None:
     """vLLM asks what pointers are before a launch, and after the capture freed them."""
     gpu = Graphs()
     executable, (address,) = gpu.instances(BLOCK + 1, freed=freed)
@@ -385,7 +385,7 @@ def test_graphs_that_are_under_way_in_two_streams_share_nothing() -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB", streams_behind=True, behind_queries=0)
-def test_an_allocation_is_held_until_the_stream_gets_to_its_free() -> None:
+def test_allocation_is_held_until_the_stream_gets_to_its_free() -> None:
     gpu = Graphs()
     other = gpu.stream()
     keeping, (address,) = gpu.instances(BLOCK, freed=False)
@@ -406,7 +406,7 @@ def test_an_allocation_is_held_until_the_stream_gets_to_its_free() -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB", streams_behind=True, behind_queries=0)
-def test_an_instance_can_be_destroyed_while_its_launch_is_under_way() -> None:
+def test_instance_can_be_destroyed_while_its_launch_is_under_way() -> None:
     gpu = Graphs()
     executable, _ = gpu.instances(BLOCK, freed=True)
     assert gpu.launch(executable) == gpu.destroy(executable) == gpu.trim() == OK

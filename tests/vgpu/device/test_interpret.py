@@ -60,7 +60,7 @@ def test_pointers_in_memory_are_followed(capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.vgpu(memory="1GiB", interpret=CHOSEN, strict=True)
-def test_an_error_names_the_kernel(capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_kernel(capfd: pytest.CaptureFixture[str]) -> None:
     """What the interpreter cannot do, and, if strict, what is not mapped."""
     import torch
 
@@ -86,7 +86,7 @@ def test_an_error_names_the_kernel(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", interpret=CHOSEN)
-def test_a_graph_computes_with_each_launch() -> None:
+def test_graph_computes_with_each_launch() -> None:
     import torch
 
     from tests.vgpu.device import triton_kernels as kernels

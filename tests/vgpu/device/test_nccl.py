@@ -232,13 +232,13 @@ def one_after_the_other(rank: int, ranks: int, meet: str) -> None:
 
 @pytest.mark.parametrize("body", [every_reduction, every_collective])
 @pytest.mark.vgpu(memory="1GiB", devices=2)
-def test_two_ranks(body: Any) -> None:
+def test_two_ranks_communicate(body: Any) -> None:
     assert in_ranks(2, body) == [0, 0]
 
 
 @pytest.mark.parametrize("body", [every_collective, one_after_the_other])
 @pytest.mark.vgpu(memory="1GiB", devices=4)
-def test_four_ranks(body: Any) -> None:
+def test_four_ranks_communicate(body: Any) -> None:
     assert in_ranks(4, body) == [0, 0, 0, 0]
 
 
@@ -267,7 +267,7 @@ def captured(rank: int, ranks: int, meet: str) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", devices=2)
-def test_capture() -> None:
+def test_captured_collectives_run_at_launch() -> None:
     assert in_ranks(2, captured) == [0, 0]
 
 
@@ -398,7 +398,7 @@ def test_calls(body: Any) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", devices=2, nccl_communicator="96MiB")
-def test_a_communicator_takes_memory() -> None:
+def test_communicator_takes_memory() -> None:
     assert in_ranks(2, memory_of_a_communicator) == [0, 0]
 
 
@@ -425,7 +425,7 @@ def dies(rank: int, ranks: int, meet: str) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", devices=4, timeout=60)
-def test_a_dead_peer_is_an_error() -> None:
+def test_dead_peer_is_an_error() -> None:
     assert in_ranks(4, dies) == [0, -signal.SIGKILL, 0, 0]
 
 

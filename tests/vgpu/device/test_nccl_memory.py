@@ -75,7 +75,7 @@ def of_two(rank: int, ranks: int, meet: str) -> None:
 
 
 @pytest.mark.vgpu(memory="2GiB", devices=2, nccl_channels=24, nccl_p2p_channels=32)
-def test_the_first_of_each_kind_connects() -> None:
+def test_first_of_each_kind_connects() -> None:
     assert in_ranks(2, of_two) == [0, 0]
 
 
@@ -143,5 +143,5 @@ def no_room(rank: int, ranks: int, meet: str) -> None:
 
 
 @pytest.mark.vgpu(memory="2GiB", devices=2, nccl_channels=24, nccl_p2p_channels=32)
-def test_a_rank_without_room_to_connect_fails_all() -> None:
+def test_rank_without_room_to_connect_fails_all() -> None:
     assert in_ranks(2, no_room) == [0, 0]

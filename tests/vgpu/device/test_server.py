@@ -85,7 +85,7 @@ def test_each_has_the_device_it_asks_for(server: Server, tmp_path: Path) -> None
         assert found == (0, f"{memory} {devices} argument\n", "")
 
 
-def test_the_environment_is_the_callers_and_what_imports_changed(
+def test_environment_is_the_callers_and_what_imports_changed(
     server: Server, tmp_path: Path
 ) -> None:
     script = "import os; print(os.environ['CHANGED'], os.environ['KEPT'], sep=', ')\n"
@@ -110,7 +110,7 @@ def test_what_was_imported_stays_frozen(server: Server, tmp_path: Path) -> None:
         ("import json5", 1, "import of json5 halted; None in sys.modules"),
     ],
 )
-def test_the_status_is_that_of_the_command(
+def test_status_is_that_of_the_command(
     server: Server, script: str, status: int, error: str, tmp_path: Path
 ) -> None:
     found, _, said = run(server, script, tmp_path)
@@ -125,9 +125,7 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def test_a_late_command_ends_with_what_it_started(
-    server: Server, tmp_path: Path
-) -> None:
+def test_late_command_ends_with_what_it_started(server: Server, tmp_path: Path) -> None:
     script = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -145,7 +143,7 @@ time.sleep(60)
     assert run(server, "print('next')", tmp_path)[1] == "next\n"
 
 
-def test_a_command_that_has_ended_before_it_is_looked_at(
+def test_command_that_has_ended_before_it_is_looked_at(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process and its status are answered at once."""
@@ -159,7 +157,7 @@ def test_a_command_that_has_ended_before_it_is_looked_at(
     assert run(server, "print('done')", tmp_path, timeout=5)[:2] == (0, "done\n")
 
 
-def test_an_import_that_fails_is_shown(tmp_path: Path) -> None:
+def test_import_that_fails_is_shown(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text("1 / 0\n")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     with pytest.raises(VgpuError, match="the server ended:\n(.|\n)*ZeroDivisionError"):

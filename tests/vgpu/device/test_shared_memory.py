@@ -99,7 +99,7 @@ def shared(rank: int, ranks: int, meet: str) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", devices=2, multicast_granularity="512MiB")
-def test_an_imported_handle_is_charged_to_who_made_it() -> None:
+def test_imported_handle_is_charged_to_who_made_it() -> None:
     assert in_ranks(2, shared) == [0, 0]
 
 
@@ -155,7 +155,7 @@ def test_refused_handles() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_a_card_without_multicast_has_neither() -> None:
+def test_card_without_multicast_has_neither() -> None:
     gpu = Cuda()
     gpu.set_device(0)
     gpu.malloc(1)

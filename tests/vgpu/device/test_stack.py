@@ -54,7 +54,7 @@ def launch(gpu: Cuda, data: bytes) -> int:
 
 
 @pytest.mark.vgpu(memory="1GiB", local_memory=True)
-def test_a_larger_stack_than_the_default_takes_memory(tmp_path: Path) -> None:
+def test_larger_stack_than_the_default_takes_memory(tmp_path: Path) -> None:
     gpu = Cuda()
     gpu.set_device(0)
     assert gpu.malloc(1)[0] == OK
@@ -67,7 +67,7 @@ def test_a_larger_stack_than_the_default_takes_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_a_card_without_it_takes_none(tmp_path: Path) -> None:
+def test_card_without_it_takes_none(tmp_path: Path) -> None:
     gpu = Cuda()
     gpu.set_device(0)
     assert gpu.malloc(1)[0] == OK

@@ -98,7 +98,7 @@ def test_work_is_done_after_a_set_time() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", streams_behind=True)
-def test_a_stream_follows_what_it_waits_for() -> None:
+def test_stream_follows_what_it_waits_for() -> None:
     gpu = Cuda()
     one, two, event = gpu.stream(), gpu.stream(), gpu.event()
     pinned = Pinned(gpu)
@@ -118,7 +118,7 @@ def test_a_stream_follows_what_it_waits_for() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB", streams_behind=True)
-def test_the_default_stream_waits_for_those_that_block() -> None:
+def test_default_stream_waits_for_those_that_block() -> None:
     gpu = Cuda()
     blocking = gpu.stream(0)
     _, address = gpu.malloc(2 * MIB)
@@ -299,7 +299,7 @@ def batch(
 
 @pytest.mark.vgpu(memory="1GiB", streams_behind=True, behind_queries=0)
 @pytest.mark.parametrize("version", [12080, 13000])
-def test_a_batch_of_copies_is_work_of_its_stream(version: int) -> None:
+def test_batch_of_copies_is_work_of_its_stream(version: int) -> None:
     gpu = Cuda()
     stream, pinned = gpu.stream(), Pinned(gpu)
     host = pinned.address.value or 0
@@ -339,7 +339,7 @@ def test_a_batch_of_copies_is_work_of_its_stream(version: int) -> None:
 
 @pytest.mark.vgpu(memory="1GiB")
 @pytest.mark.parametrize("version", [12080, 13000])
-def test_a_batch_of_copies_says_which_fails(version: int) -> None:
+def test_batch_of_copies_says_which_fails(version: int) -> None:
     gpu = Cuda()
     stream, pinned = gpu.stream(), Pinned(gpu)
     host = pinned.address.value or 0
@@ -350,7 +350,7 @@ def test_a_batch_of_copies_says_which_fails(version: int) -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
-def test_a_batch_of_copies_is_captured() -> None:
+def test_batch_of_copies_is_captured() -> None:
     gpu = Cuda()
     stream, pinned = gpu.stream(), Pinned(gpu)
     host = pinned.address.value or 0

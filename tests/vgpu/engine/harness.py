@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios.result import read_result
-from bench.scenarios.starts import IMPORTED
+from bench.scenarios.start_each import IMPORTED
 from scripts import caches as caches_of_runs
 from vgpu import config, launch
 from vgpu.server import Server
@@ -25,12 +25,12 @@ COUNTS = (ROOT / "bench/scenarios/counts.toml").read_text()
 # The official release is installed; ours is put before it on the path.
 BASE = version("vllm")
 SITES = {"official": "", "envelope": str(ROOT / f"build/envelope-{BASE}")}
-SHELF = ROOT / "build/kernels"
+KERNELS = ROOT / "build/kernels"
 _servers: dict[str, Server] = {}
 # Without FlashInfer, which asks the device when it is imported.
 # Nor compressed_tensors, which a load imports with the device as the default: a table
 # of its own then lies there.
-IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "scripts.kernel_shelf")
+IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "scripts.shared_triton_cache")
 if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
     IMPORTS += ("cutlass",)
 
@@ -51,9 +51,9 @@ def run(
     """The last JSON line that a scenario prints, with its "stdout" and "stderr" and,
     if it prints several, all of them as "every".
 
-    A scenario is a module of bench/scenarios/; it is given its case, as JSON if that is
-    no string. It starts cold: no result of an earlier run is there, unless `caches` is
-    the folder where that run kept them.
+    A scenario is a module of tests/vgpu/scenarios or bench/scenarios. Its case is JSON
+    if that is no string. It starts cold: no result of an earlier run is there, unless
+    `caches` is the folder where that run kept them.
     `forked` from a process that has imported vLLM without FlashInfer, or else one that
     imports for itself.
 
@@ -72,7 +72,7 @@ def run(
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     argument = case if isinstance(case, str) else json.dumps(case)
-    command = ["-m", f"bench.scenarios.{scenario}", argument]
+    command = ["-m", module_of(scenario), argument]
     out, error = folder / "stdout", folder / "stderr"
     if forked:
         server(vllm).run(
@@ -97,6 +97,12 @@ def run(
     return results[-1] | {"every": results, "stdout": stdout, "stderr": stderr}
 
 
+def module_of(scenario: str) -> str:
+    own = ROOT / f"tests/vgpu/scenarios/{scenario}.py"
+    package = "tests.vgpu.scenarios" if own.exists() else "bench.scenarios"
+    return f"{package}.{scenario}"
+
+
 def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     site = SITES[vllm]
     assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
@@ -104,7 +110,7 @@ def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     # Benchmarks measure a start with all of them (on_the_host.py).
     base["WARM_UP_FEW_BATCHES"] = "1"
-    return caches_of_runs.environment(base, caches, SHELF)
+    return caches_of_runs.environment(base, caches, KERNELS)
 
 
 def server(vllm: str) -> Server:

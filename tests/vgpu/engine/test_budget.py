@@ -108,7 +108,7 @@ def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, 
     "limit, process unknown, a co-tenant that takes 2 GiB",
     "co-tenant that releases",
 )
-def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
+def test_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
     _, case, share, _ = CASES[name]
     # The limit alone decides.
     llm = {"gpu_memory_utilization": 1.0} | case["llm"]
@@ -120,7 +120,7 @@ def test_a_start_stays_in_its_share(name: str, tmp_path: Path) -> None:
 
 @full
 @cases("co-tenant that releases")
-def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
+def test_stock_start_does_not(name: str, tmp_path: Path) -> None:
     _, case, share, error = CASES[name]
     llm = case["llm"]
     if "gpu_memory_limit_bytes" in llm:  # as a fraction: there is no limit
@@ -134,7 +134,7 @@ def test_an_official_start_does_not(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="its limit counts all that is used")
-def test_a_limit_beside_a_neighbour_where_nvml_says_nothing(tmp_path: Path) -> None:
+def test_limit_beside_a_neighbour_where_nvml_says_nothing(tmp_path: Path) -> None:
     """Of what is used, 4 GiB may be the process's, not all: the start was refused."""
     calls = "nvmlDeviceGetMemoryInfo*", "nvmlDeviceGet*RunningProcesses*"
     silent = {f'nvml_errors."{call}"': "NoPermission" for call in calls}
@@ -191,7 +191,7 @@ def test_two_engines_in_a_slice(vllm: str, tmp_path: Path) -> None:
 
 
 @full
-def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
+def test_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
     """Before, it was accepted, and skipped every measurement."""
     limit, kv_cache = 3 * GIB, 3 * GIB - 512 * MIB
     result = run(
@@ -210,7 +210,7 @@ def test_a_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(BASE == "0.26.0", reason="it does not count what the sampler keeps")
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=full)])
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_a_later_pass_peaks_no_higher(vllm: str, v2: bool, tmp_path: Path) -> None:
+def test_later_pass_peaks_no_higher(vllm: str, v2: bool, tmp_path: Path) -> None:
     """The sampler of the first one makes buffers that it keeps: a row of float32 logits
     for each of 128 programs."""
     llm = {

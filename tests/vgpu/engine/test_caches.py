@@ -43,20 +43,20 @@ def test_compiled_kernels_change_no_byte(
 ) -> None:
     """So all runs may share them."""
     found = start(tmp_path)
-    monkeypatch.setattr(harness, "SHELF", tmp_path / "shelf")
+    monkeypatch.setattr(harness, "KERNELS", tmp_path / "cache")
     compiled = start(tmp_path)
-    assert len(list((tmp_path / "shelf").iterdir())) > 8
+    assert len(list((tmp_path / "cache").iterdir())) > 8
     assert {key: found[key] for key in BYTES} == {key: compiled[key] for key in BYTES}
 
 
 COMPILER = """
 import sys
-from scripts.kernel_shelf import Shelf
-shelf = Shelf("KEY")
-group = shelf.get_group("kernel.json")
+from scripts.shared_triton_cache import SharedCache
+cache = SharedCache("KEY")
+group = cache.get_group("kernel.json")
 print(*group or ["compiles"], flush=True)
 if group is None and sys.stdin.readline():
-    shelf.put_group("kernel.json", {"kernel.cubin": shelf.put(b"0", "kernel.cubin")})
+    cache.put_group("kernel.json", {"kernel.cubin": cache.put(b"0", "kernel.cubin")})
 """
 
 
@@ -64,7 +64,7 @@ if group is None and sys.stdin.readline():
 def test_one_process_compiles_a_kernel(compiles: bool, tmp_path: Path) -> None:
     """Those that want it meanwhile wait, but not for one that was killed."""
     environment = harness.environment_of("official", tmp_path)
-    environment["KERNEL_SHELF"] = str(tmp_path / "shelf")
+    environment["SHARED_TRITON_CACHE"] = str(tmp_path / "cache")
     command = [sys.executable, "-c", COMPILER]
 
     def process() -> subprocess.Popen[str]:
@@ -86,7 +86,7 @@ def test_one_process_compiles_a_kernel(compiles: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_first_start_of_a_compiled_model_has_less(tmp_path: Path) -> None:
+def test_first_start_of_a_compiled_model_has_less(tmp_path: Path) -> None:
     """vllm #54122: what compiling takes for a moment is charged for good."""
     caches = tmp_path / "caches"
     # Compiled models are found by their path.

@@ -47,7 +47,7 @@ def test_what_a_call_comes_to(tmp_path: Path) -> None:
     assert result["outcomes"]["a step that one fails"][-1] == ["ended", 1]
 
 
-def test_the_release_shifts_replies(tmp_path: Path) -> None:
+def test_release_shifts_replies(tmp_path: Path) -> None:
     result = calls("official", tmp_path, named=SHIFTS)
     assert not result["hangs"]
     assert {wrong.split(":")[0] for wrong in result["wrong"]} == set(SHIFTS)
@@ -63,7 +63,9 @@ def test_the_release_shifts_replies(tmp_path: Path) -> None:
         pytest.param(4, 800, marks=long, id="4-many"),
     ],
 )
-def test_random_programs(ranks: int, programs: int, tmp_path: Path) -> None:
+def test_random_programs_get_their_own_replies(
+    ranks: int, programs: int, tmp_path: Path
+) -> None:
     result = calls("envelope", tmp_path, ranks=ranks, programs=programs)
     check(result)
     assert result["seen"]["programs"] == programs

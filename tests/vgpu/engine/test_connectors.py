@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.scenarios.connectors import FEW, WAYS
 from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.scenarios.connectors import FEW, WAYS
 
 MIB = 2**20
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench.scenarios import packages
-from bench.scenarios.derived import WAYS
 from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.scenarios import packages
+from tests.vgpu.scenarios.derived import WAYS
 
 pytestmark = pytest.mark.topic
 
@@ -53,7 +53,7 @@ def compare(stock: dict[str, Any], patched: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="no pass runs again there")
 @pytest.mark.timeout(1300)
-def test_a_hook_sees_each_pass_once(tmp_path: Path) -> None:
+def test_hook_sees_each_pass_once(tmp_path: Path) -> None:
     """Without hooks the pass would run again. With them it fails, as the release's."""
     stock, patched = tried("hooks_append", tmp_path)
     assert stock["positions"] == patched["positions"] == [20]

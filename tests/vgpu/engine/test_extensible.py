@@ -16,7 +16,7 @@ from tests.vgpu.engine.harness import HOOKS, run
 from tests.vgpu.engine.test_ranks import PP2, TP2, ranks
 
 MIB, GIB = 2**20, 2**30
-# The device of make bench-release.
+# The device of make bench-stock.
 SMALL: dict[str, object] = {"memory": 2560 * MIB, "graph": 700 << 10}
 REQUESTED = math.ceil(2560 * MIB * 0.7)
 LAYERS = 10  # no further model, the draft's included
@@ -56,7 +56,7 @@ def starts(
     cases: list[dict[str, Any]], folder: Path, device: dict[str, object] = SMALL
 ) -> list[dict[str, Any]]:
     results = run(
-        "starts", cases, vllm="envelope", device=device, hooks=HOOKS, folder=folder
+        "start_each", cases, vllm="envelope", device=device, hooks=HOOKS, folder=folder
     )["every"]
     return list(results)
 
@@ -157,7 +157,7 @@ def test_nearly_all_of_the_device(v2: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v2", [pytest.param(False, marks=full), True])
-def test_the_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
+def test_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
     """Blocks and bytes, with and without extending."""
     asked: list[dict[str, Any]] = [
         {"num_gpu_blocks_override": 8000},
@@ -173,7 +173,7 @@ def test_the_size_that_was_asked_for(v2: bool, tmp_path: Path) -> None:
         assert extended["blocks"] == estimated["blocks"]
 
 
-def test_few_blocks(tmp_path: Path) -> None:
+def test_warm_up_names_only_mapped_blocks(tmp_path: Path) -> None:
     """Warm-up names no block that is not mapped (block_ids.py): a request has one for
     each 16 drafts, and half of six are mapped."""
     few = {"num_gpu_blocks_override": 6, "max_num_seqs": 1, "max_model_len": 64}
@@ -185,7 +185,7 @@ def test_few_blocks(tmp_path: Path) -> None:
     assert re.fullmatch(r"block \d is named, of 1 that .*", result["beyond"])
 
 
-def test_the_map_shrinks_to_what_fits(tmp_path: Path) -> None:
+def test_map_shrinks_to_what_fits(tmp_path: Path) -> None:
     """The first graph takes what warm-up left of the request, and more: of 321 blocks
     that were mapped (24 MiB), 256 stay."""
     tight = {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_model_len": 512}

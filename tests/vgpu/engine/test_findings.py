@@ -17,7 +17,7 @@ WEIGHT = 100 * MIB
 
 
 @pytest.mark.topic
-def test_official_churn_loses_memory_and_dies(tmp_path: Path) -> None:
+def test_stock_churn_loses_memory_and_fails(tmp_path: Path) -> None:
     """vllm #43951: after one failed allocation nothing can be allocated or freed."""
     result = run("churn", {}, vllm="official", device=DEVICE, folder=tmp_path)
     assert result["outcome"] == "OOM"
@@ -36,7 +36,7 @@ def test_official_churn_loses_memory_and_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.topic
-def test_envelope_churn_is_bounded_and_returns_all(tmp_path: Path) -> None:
+def test_patched_churn_is_bounded_and_returns_all(tmp_path: Path) -> None:
     result = run("churn", {}, vllm="envelope", device=DEVICE, folder=tmp_path)
     assert result["outcome"] == "loaded" and "exit" not in result
     assert result["after"] == dict.fromkeys(
@@ -51,7 +51,7 @@ def test_envelope_churn_is_bounded_and_returns_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "v2", [True, pytest.param(False, marks=pytest.mark.full)], ids=["v2", "v1"]
 )
-def test_official_utilization_is_inert_while_graphs_are_profiled(
+def test_stock_utilization_is_inert_while_graphs_are_profiled(
     v2: bool, tmp_path: Path
 ) -> None:
     """vllm #40937: the peak of start-up does not depend on what was requested."""

@@ -86,7 +86,7 @@ def cold_and_warm(
         pytest.param("draft", True, marks=long),
     ],
 )
-def test_official_has_less(name: str, v2: bool, tmp_path: Path) -> None:
+def test_stock_has_less(name: str, v2: bool, tmp_path: Path) -> None:
     """vllm #54122, #54383: what compiling takes for a moment is charged for good."""
     cold, warm = cold_and_warm(CASES[name] | {"v2": v2}, "official", tmp_path)
     lost = warm["kv"] - cold["kv"]

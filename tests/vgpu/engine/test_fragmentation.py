@@ -44,7 +44,7 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [MIXED, *(pytest.param(n, marks=long) for n in ("8B, LoRA", "30B-A3B"))]
 )
-def test_official_dies_of_fragmentation(name: str, tmp_path: Path) -> None:
+def test_stock_fails_by_fragmentation(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name], "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"
     # It holds more than it counts, which may come to that.
@@ -59,7 +59,7 @@ def test_official_dies_of_fragmentation(name: str, tmp_path: Path) -> None:
         pytest.param("8B, EAGLE, V2", marks=pytest.mark.full),
     ],
 )
-def test_envelope_lives(name: str, tmp_path: Path) -> None:
+def test_patched_serves(name: str, tmp_path: Path) -> None:
     if BASE == "0.26.0" and name != MIXED:
         pytest.skip("only the mixed load is carried over")
     result = serve(CASES[name] | ENOUGH, "envelope", tmp_path)
@@ -85,7 +85,7 @@ def test_fewer_tokens_at_once_map_fewer_pages(name: str, tmp_path: Path) -> None
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(BASE == "0.26.0", reason="its default is no bound")
 @pytest.mark.parametrize("name", [n for n in CASES if not environment(n)])
-def test_two_thousand_steps(name: str, tmp_path: Path) -> None:
+def test_two_thousand_steps_are_served(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name] | {"steps": 2000}, "envelope", tmp_path)["runs"]
     assert load["outcome"] == "served", load
     assert load["steps"] >= 2000

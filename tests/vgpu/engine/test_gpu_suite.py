@@ -142,7 +142,7 @@ def test_ratios_of_pairs() -> None:
     assert ratios == Ratios(4, 2.0, (1.625, 2.75), 2.2)
 
 
-def test_a_mig_instance_is_named(tmp_path: Path) -> None:
+def test_mig_instance_is_named(tmp_path: Path) -> None:
     uuid = "MIG-a0000000-0000-0000-0000-000000000001"
     mig = f'memory = "33GiB"\nmig_uuid = "{uuid}"\nmig_parent_total = "141GiB"\n'
     content = suite("^start within", tmp_path, mig)
@@ -152,7 +152,7 @@ def test_a_mig_instance_is_named(tmp_path: Path) -> None:
     assert entry == {"not run": "MIG"}
 
 
-def test_a_virtual_result_is_not_written_among_those_of_gpus(tmp_path: Path) -> None:
+def test_virtual_result_is_not_written_among_those_of_gpus(tmp_path: Path) -> None:
     for module in ("suite", "calibrate"):
         done = call(module, folder=tmp_path)
         assert done.returncode == 1
@@ -167,14 +167,14 @@ def test_starts_are_done_again_on_the_same_gpu_only(tmp_path: Path) -> None:
     assert "a GPU whose name is Another is needed" in done.stderr
 
 
-def test_the_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
+def test_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
     done = call("probe", "driver", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.partition("RESULT ")[2])
     assert {key: found[key] for key in PARAMETERS} == PARAMETERS
 
 
-def test_a_communicator_is_measured(tmp_path: Path) -> None:
+def test_communicator_is_measured(tmp_path: Path) -> None:
     card = CARD + 'nccl_communicator = "96MiB"\n'
     done = call("probe", "nccl", folder=tmp_path, card=card)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -183,7 +183,7 @@ def test_a_communicator_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> None:
+def test_calibrated_device_predicts_the_card_to_the_byte(tmp_path: Path) -> None:
     done = call(
         "calibrate", "--small", "--no-predict", "--out", str(tmp_path), folder=tmp_path
     )

@@ -1,6 +1,6 @@
 """Wherever the release starts, ours starts, with as large a KV cache.
 
-`make bench-release` shows more models and utilizations. One file, however long: its
+`make bench-stock` shows more models and utilizations. One file, however long: its
 tests compare with the same starts of stock.
 """
 
@@ -45,7 +45,7 @@ def starts(
 ) -> list[dict[str, Any]]:
     """The result of each start, and whether it stayed "within" what it requested."""
     results = run(
-        "starts",
+        "start_each",
         cases,
         vllm=vllm,
         device=device,
@@ -151,7 +151,7 @@ def test_bytes_that_are_asked_for(v2: bool, tmp_path: Path) -> None:
 
 @full
 @pytest.mark.parametrize("v2", [V1, V2])
-def test_official_asks_an_explicit_kv_cache_for_more(v2: bool, tmp_path: Path) -> None:
+def test_stock_asks_an_explicit_kv_cache_for_more(v2: bool, tmp_path: Path) -> None:
     cases = [
         case(v2, 0.92, held=4 * GIB, llm={"kv_cache_memory_bytes": GIB}),
         case(v2, 0.4, held=4 * GIB, llm={"kv_cache_memory_bytes": 6 * GIB}),
@@ -208,7 +208,7 @@ def test_what_comes_with_the_kv_cache_is_counted_once(v2: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-def test_a_neighbour_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None:
+def test_other_process_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None:
     """What it released is not taken for less that comes with the KV cache."""
     still = case(v2, 0.4, workspace=394 * MIB)
     moved = still | {"moved": "-1GiB", "moved_at": "first_batch"}
@@ -219,7 +219,7 @@ def test_a_neighbour_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("v2", [V1, V2])
-def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None:
+def test_other_process_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None:
     """It is gone before the engine needs it: neither the start nor the KV cache is
     charged."""
     cases = {
@@ -237,14 +237,14 @@ def test_a_neighbour_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> None
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="it counts all of it")
 @pytest.mark.parametrize("v2", [V1, V2])
-def test_a_neighbour_that_nvml_hides_holds_memory_for_a_moment(
+def test_other_process_that_nvml_hides_holds_memory_for_a_moment(
     v2: bool, tmp_path: Path
 ) -> None:
     """As in most containers, nobody tells whose memory it is. It is free again as the
     KV cache is allocated."""
     hidden = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
     moment = {"moment": "profiled", "moment_holds": GIB}
-    own = "bench.scenarios.own_worker."
+    own = "tests.vgpu.scenarios.own_worker."
     worker = {"worker_cls": own + "GoesOnWithItsKVCache"}
     executor = {"distributed_executor_backend": own + "ExecutorThatGoesOn"}
     cases = {
@@ -270,7 +270,7 @@ def test_a_neighbour_that_nvml_hides_holds_memory_for_a_moment(
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="it has no extensible KV cache")
 @pytest.mark.parametrize("v2", [V1, V2])
-def test_a_neighbour_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -> None:
+def test_other_process_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -> None:
     """It makes neither an extensible KV cache smaller nor a suggested one."""
     cases = [
         case(v2, 0.4, **GRAPHS, moment=when, moment_holds=GIB, llm=extensible)
@@ -287,7 +287,7 @@ def test_a_neighbour_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -> 
 
 # The V2 model runner of 0.26.0 profiles no graphs: the release does not start.
 @pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
-def test_a_neighbour_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
+def test_other_process_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     """While graphs are profiled: the KV cache leaves it what it took."""
     takes = {"moved": GIB, "moved_at": "first_graph"}
     pairs = compared({"takes": case(v2, 0.9, **GRAPHS, **takes)}, tmp_path)
@@ -300,7 +300,9 @@ def test_a_neighbour_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_a_neighbour_holds_memory_as_serving_begins(vllm: str, tmp_path: Path) -> None:
+def test_other_process_holds_memory_as_serving_begins(
+    vllm: str, tmp_path: Path
+) -> None:
     """The limit in bytes holds while serving: it is as if nobody had held any."""
     limit = {"gpu_memory_limit_bytes": 3 * GIB} if vllm == "envelope" else {}
     warm = {"moment": "warm", "moment_holds": 3 * GIB, "generate": 3}
@@ -330,7 +332,7 @@ def test_pytorch_collects_by_its_threshold(vllm: str, tmp_path: Path) -> None:
 
 @full
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-def test_official_does_not_count_it(v2: bool, tmp_path: Path) -> None:
+def test_stock_does_not_count_it(v2: bool, tmp_path: Path) -> None:
     workspace = 394 * MIB
     (result,) = starts([case(v2, 0.5, workspace=workspace)], "official", tmp_path)
     assert result["outcome"] == "started" and not result["within"]
@@ -340,9 +342,7 @@ def test_official_does_not_count_it(v2: bool, tmp_path: Path) -> None:
     "vllm", [pytest.param("official", marks=full), pytest.param("envelope")]
 )
 @pytest.mark.parametrize("v2", [V1, V2])
-def test_a_worker_that_serves_warms_up_again(
-    v2: bool, vllm: str, tmp_path: Path
-) -> None:
+def test_worker_that_serves_warms_up_again(v2: bool, vllm: str, tmp_path: Path) -> None:
     """When elastic expert parallelism scales, the limit of a start does not apply."""
     asked = case(v2, 0.4, **GRAPHS, kept=2 * GIB) | {"model": "moe"}
     result = run("scale", asked, vllm=vllm, device=DEVICE, hooks=HOOKS, folder=tmp_path)
@@ -350,7 +350,7 @@ def test_a_worker_that_serves_warms_up_again(
 
 
 @full
-def test_expandable_segments(tmp_path: Path) -> None:
+def test_expandable_segments_are_not_worse(tmp_path: Path) -> None:
     """Experts, and a batch that leaves segments of many sizes."""
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     llm = {"max_model_len": 8192, "max_num_seqs": 128, "max_num_batched_tokens": 8192}
@@ -370,8 +370,8 @@ def test_expandable_segments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "v2", [pytest.param(False, id="v1", marks=full), pytest.param(True, id="v2")]
 )
-def test_a_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
-    own = "bench.scenarios.own_worker."
+def test_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
+    own = "tests.vgpu.scenarios.own_worker."
     cases = {
         name: case(v2, 0.5, llm={"worker_cls": own + name}, generate=4, **GRAPHS)
         for name in ("OwnProfile", "ReadsConsumed")
@@ -381,7 +381,7 @@ def test_a_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
         assert ours["tokens"] == [4] * 4
 
 
-def test_cuda_malloc_async(tmp_path: Path) -> None:
+def test_cuda_malloc_async_is_not_worse(tmp_path: Path) -> None:
     """PyTorch's limit is 2**64 bytes at first: no fraction could set that again."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     cases = {
@@ -435,7 +435,7 @@ def test_what_the_user_chose_is_not_refused(v2: bool, tmp_path: Path) -> None:
     assert ours["blocks"] == official["blocks"] == 60000
 
 
-# The device of make bench-release.
+# The device of make bench-stock.
 SMALL: dict[str, object] = {"memory": 2560 * MIB, "graph": 700 << 10}
 BATCHES: dict[str, dict[str, Any]] = {
     "dense": {"graphs": True, "llm": {"compilation_config": {"mode": 0}}},
@@ -515,7 +515,7 @@ def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
         ("n-grams", False),
     ],
 )
-def test_the_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
+def test_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
     """The release dies of the first in exactly what it requested."""
     more = BATCHES[name]
     llm = {"max_num_seqs": 128} | more.get("llm", {})
@@ -528,7 +528,7 @@ def test_the_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
     assert ours["served"] == "lives"
 
 
-def test_a_hybrid_has_its_kv_cache_with_more_sequences(tmp_path: Path) -> None:
+def test_hybrid_has_its_kv_cache_with_more_sequences(tmp_path: Path) -> None:
     """A prefill copies the states of a group of them, 2 MiB each, several times. What a
     sequence takes of the sampler is less than half a MiB."""
     hybrid = BATCHES["hybrid"]

@@ -38,7 +38,7 @@ def model(tmp_path: Path, **changed: Any) -> str:
     return str(path)
 
 
-def foreseen(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def predicted(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Run make plan: what it writes, and what it prints."""
     done = plan(tmp_path, *arguments, "--json", "plan.json", "--svg", "plan.svg")
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def foreseen(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.full
 @pytest.mark.parametrize("release", ["official", "ours"])
 def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
-    told, said = foreseen(
+    told, said = predicted(
         tmp_path, "--model", model(tmp_path), "--gpu", "RTX 4090", "--flags", FLAGS,
         "--release", release,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_layers_that_share_the_kv_cache(tmp_path: Path) -> None:
     """A hybrid's groups of layers lie in the same memory, which is counted once."""
     config = tmp_path / "hybrid.json"
     config.write_text(json.dumps(MODELS["hybrid"]))
-    told, _ = foreseen(
+    told, _ = predicted(
         tmp_path, "--model", str(config), "--gpu", "h100", "--release", "official",
         "--flags", f"{FLAGS} --gdn-prefill-backend triton",
     )  # fmt: skip
@@ -82,8 +82,8 @@ def test_layers_that_share_the_kv_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_first_of_two_ranks(tmp_path: Path) -> None:
-    told, _ = foreseen(
+def test_first_of_two_ranks(tmp_path: Path) -> None:
+    told, _ = predicted(
         tmp_path, "--model", model(tmp_path), "--gpu", "h100", "--flags",
         f"{FLAGS} --tensor-parallel-size 2", "--release", "official",
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_overrides_that_a_config_drops_are_found(
 
 
 @pytest.mark.full
-def test_a_dropped_override_starts_nothing(tmp_path: Path) -> None:
+def test_dropped_override_starts_nothing(tmp_path: Path) -> None:
     overrides = json.dumps({"num_hidden_layers": 2})
     config = tmp_path / "config.json"
     config.write_text(json.dumps(PATTERN | {"architectures": ["NemotronHForCausalLM"]}))
@@ -227,7 +227,7 @@ def test_gptq_without_a_checkpoint_is_quantized(
 
 
 @pytest.mark.full
-def test_a_reported_start_is_started_again(tmp_path: Path) -> None:
+def test_reported_start_is_started_again(tmp_path: Path) -> None:
     """On a slice whose sources disagree, beside another process."""
     device = {"memory": "6GiB", "nvml_total": "16GiB", "context": "300MiB"}
     device |= {"name": "A Slice", "compute_capability": "8.6", "other": "1GiB"}
@@ -236,7 +236,7 @@ def test_a_reported_start_is_started_again(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text(json.dumps(started["report"]))
     assert str(tmp_path) not in file.read_text()
-    told, said = foreseen(tmp_path, "--report", str(file))
+    told, said = predicted(tmp_path, "--report", str(file))
     assert told["result"]["blocks"] == started["blocks"]
     again = told["result"]["report"]
     for key in "sources", "total", "free_before", "held_before", "requested", "card":

@@ -15,7 +15,9 @@ from tests.vgpu.engine.harness import BASE, HOOKS, run
     ("seed", "first", "count"),
     [(4, 0, 4), pytest.param(5, 0, 40, marks=pytest.mark.long)],
 )
-def test_ours_is_not_worse(seed: int, first: int, count: int, tmp_path: Path) -> None:
+def test_patched_is_not_worse(
+    seed: int, first: int, count: int, tmp_path: Path
+) -> None:
     device = random_starts.device(seed)
     starts = [
         random_starts.draw(seed, number, device)

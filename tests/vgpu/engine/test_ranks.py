@@ -148,7 +148,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "v2", [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2")]
 )
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_batches_of_ranks_fit(name: str, v2: bool, tmp_path: Path) -> None:
+def test_largest_batches_of_ranks_fit(name: str, v2: bool, tmp_path: Path) -> None:
     """Ours serves them in what was requested; its KV cache has at most 128 MiB less
     than that with which the release would."""
     case = LARGEST[name] | {"model": "MLA, 64 experts", "v2": v2, "largest": True}
@@ -284,7 +284,7 @@ def test_all_end_when_one_dies(
 
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_an_idle_engine_says_who_died(vllm: str, tmp_path: Path) -> None:
+def test_idle_engine_says_who_died(vllm: str, tmp_path: Path) -> None:
     """To health checks and the next request; the release says that one did."""
     case = {"serve": True, "dies": 1, "llm": TP2}
     (engine,) = ranks([case], vllm, tmp_path)["every"]
@@ -308,7 +308,7 @@ def test_all_of_four_end_when_one_fails(how: str, tmp_path: Path) -> None:
         assert re.search(told, engine["log"]), phase
 
 
-def test_the_caller_is_told_the_rank(tmp_path: Path) -> None:
+def test_caller_is_told_the_rank(tmp_path: Path) -> None:
     """Where the engine is in the caller's process, which has what it raises."""
     phases = ("load_model", "profile", "execute_model")
     cases = [failing(1, phase, "raise", engine_process=False) for phase in phases]
@@ -381,7 +381,7 @@ def test_engines_that_share_experts_end_together(
         pytest.param(("profile_graphs", "capture"), id="graphs", marks=long),
     ],
 )
-def test_the_release_hangs(phases: tuple[str, ...], tmp_path: Path) -> None:
+def test_release_hangs(phases: tuple[str, ...], tmp_path: Path) -> None:
     """It waits for the reply of rank 0, and does not read the failure of rank 1."""
     cases = [failing(1, phase, "raise", patience=15) for phase in phases]
     engines = ranks(cases, "official", tmp_path)["every"]
@@ -391,7 +391,7 @@ def test_the_release_hangs(phases: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @full
-def test_the_release_does_not_say_who_died(tmp_path: Path) -> None:
+def test_release_does_not_say_who_died(tmp_path: Path) -> None:
     cases = [failing(0, phase, "kill") for phase in ("load_model", "kv_cache")]
     engines = ranks(cases, "official", tmp_path)["every"]
     for engine, said in zip(engines, ("an exception", "cancelled"), strict=True):

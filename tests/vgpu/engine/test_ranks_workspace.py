@@ -9,7 +9,7 @@ from tests.vgpu.device.test_nccl import MIB, in_ranks, join
 
 
 @pytest.mark.vgpu(memory="1GiB", graph_node="4KiB")
-def test_a_silent_function_is_a_kernel_of_a_graph() -> None:
+def test_silent_function_is_a_kernel_of_a_graph() -> None:
     import torch
 
     from bench.plan_engine import Silent

@@ -67,7 +67,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 def starts(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = run(
-        "starts", cases, vllm="envelope", device=DEVICE, folder=folder, timeout=900
+        "start_each", cases, vllm="envelope", device=DEVICE, folder=folder, timeout=900
     )["every"]
     assert len(results) == len(cases)
     return results
@@ -83,7 +83,7 @@ def check_sums(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("v2", [V1, True])
-def test_a_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
+def test_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
     limited = case(v2, 90, gpu_memory_limit_bytes=GIB)
     for result in starts([case(v2), limited], tmp_path):
         assert result["outcome"] == "started", result

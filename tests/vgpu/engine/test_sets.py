@@ -39,7 +39,7 @@ def share(folder: Path) -> None:
     names = [n for _, run_of in shares.batches("official") for n in run_of]
     names = [n for n in names if n.startswith("clamped")]
     for vllm in "official", "envelope":
-        shares.test_the_share_of_a_device(vllm, "", names, folder)
+        shares.test_share_of_a_device(vllm, "", names, folder)
     both = [[shares.expected(n, vllm) for n in names] for vllm in harness.SITES]
     assert both[0] != both[1]
 
@@ -55,29 +55,29 @@ def both(stock: Row, patched: Row, name: str) -> Callable[[Path], None]:
 
 
 def fragmentation_of(name: str) -> Callable[[Path], None]:
-    dies = fragmentation.test_official_dies_of_fragmentation
-    return both(dies, fragmentation.test_envelope_lives, name)
+    dies = fragmentation.test_stock_fails_by_fragmentation
+    return both(dies, fragmentation.test_patched_serves, name)
 
 
 def start_in(name: str) -> Callable[[Path], None]:
-    does_not = budget.test_an_official_start_does_not
-    return both(does_not, budget.test_a_start_stays_in_its_share, name)
+    does_not = budget.test_stock_start_does_not
+    return both(does_not, budget.test_start_stays_in_its_share, name)
 
 
 def load_of_experts(folder: Path) -> None:
-    sleep_mode.test_official_loads_only_with_memory_to_spare("experts", folder, folder)
-    sleep_mode.test_envelope_loads_in_five_percent_more_than_tensors_hold(
+    sleep_mode.test_stock_loads_only_with_memory_to_spare("experts", folder, folder)
+    sleep_mode.test_patched_loads_in_five_percent_more_than_tensors_hold(
         "experts", folder, folder
     )
 
 
 def failed_allocation(folder: Path) -> None:
-    findings.test_official_churn_loses_memory_and_dies(folder)
-    findings.test_envelope_churn_is_bounded_and_returns_all(folder)
+    findings.test_stock_churn_loses_memory_and_fails(folder)
+    findings.test_patched_churn_is_bounded_and_returns_all(folder)
 
 
 def explicit_kv_cache(folder: Path) -> None:
-    never_worse.test_official_asks_an_explicit_kv_cache_for_more(True, folder)
+    never_worse.test_stock_asks_an_explicit_kv_cache_for_more(True, folder)
     never_worse.test_bytes_that_are_asked_for(True, folder)
 
 
@@ -102,24 +102,24 @@ def graphs(folder: Path) -> None:
 
 def full_batches_of(name: str, v2: bool) -> Callable[[Path], None]:
     def case(folder: Path) -> None:
-        never_worse.test_the_largest_batches_fit(name, v2, folder)
+        never_worse.test_largest_batches_fit(name, v2, folder)
 
     return case
 
 
 def late_replies(folder: Path) -> None:
-    calls.test_the_release_shifts_replies(folder)
+    calls.test_release_shifts_replies(folder)
     calls.test_what_a_call_comes_to(folder)
 
 
 def failing_rank(folder: Path) -> None:
-    ranks.test_the_release_hangs(("profile",), folder)
+    ranks.test_release_hangs(("profile",), folder)
     ranks.test_all_end_when_one_runs_out_of_memory(1, ("profile",), folder)
 
 
 def who_died(folder: Path) -> None:
     for vllm in "official", "envelope":
-        ranks.test_an_idle_engine_says_who_died(vllm, folder)
+        ranks.test_idle_engine_says_who_died(vllm, folder)
 
 
 def prompt_logprobs(folder: Path) -> None:
@@ -209,7 +209,7 @@ def alone(request: pytest.FixtureRequest) -> Iterator[None]:
     indirect=["alone"],
 )
 @pytest.mark.usefixtures("alone")
-def test_a_set_cures(case: str, tmp_path: Path) -> None:
+def test_set_cures(case: str, tmp_path: Path) -> None:
     CASES[case](tmp_path)
 
 

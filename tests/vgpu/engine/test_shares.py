@@ -113,7 +113,7 @@ def observe(
         for process, names in batches(vllm)
     ],
 )
-def test_the_share_of_a_device(
+def test_share_of_a_device(
     vllm: str, process: str, names: list[str], tmp_path: Path
 ) -> None:
     found = observe(process, names, vllm, tmp_path)

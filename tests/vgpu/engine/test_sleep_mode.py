@@ -66,7 +66,7 @@ def ample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cases(("churn",))
-def test_official_loads_only_with_memory_to_spare(
+def test_stock_loads_only_with_memory_to_spare(
     case: str, ample: Path, tmp_path: Path
 ) -> None:
     """vllm #43951, #48680, #52511."""
@@ -78,7 +78,7 @@ def test_official_loads_only_with_memory_to_spare(
 
 
 @cases(("churn", "growing"))
-def test_envelope_loads_in_five_percent_more_than_tensors_hold(
+def test_patched_loads_in_five_percent_more_than_tensors_hold(
     case: str, ample: Path, tmp_path: Path
 ) -> None:
     memory = needed(case, ample) * 105 // 100 // SEGMENT * SEGMENT
@@ -91,7 +91,7 @@ def test_envelope_loads_in_five_percent_more_than_tensors_hold(
 
 
 @newer("PyTorch 2.11 ends the process at the first pool that is dropped in use")
-def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
+def test_stock_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
     case = {"sequences": 50, "shrink": False}
     result = run("allocator", case, vllm="official", device=SMALL, folder=tmp_path)
     assert result["outcome"] != "agreed"
@@ -99,7 +99,7 @@ def test_official_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("sequences", [100, pytest.param(400, marks=pytest.mark.long)])
-def test_envelope_allocator_agrees_with_the_driver(
+def test_patched_allocator_agrees_with_the_driver(
     sequences: int, tmp_path: Path
 ) -> None:
     """Any sequence of allocate, free, sweep, sleep, wake, discard and failures."""
@@ -187,7 +187,7 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
 BUSY = {"memory": "1GiB", "synchronize_us": 1000}
 
 
-def test_official_hangs_when_two_threads_free(tmp_path: Path) -> None:
+def test_stock_hangs_when_two_threads_free(tmp_path: Path) -> None:
     case = {"rounds": 500, "seconds": 15}
     result = run("threads", case, vllm="official", device=BUSY, folder=tmp_path)
     assert result["outcome"] == "hangs"

@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_an_engine_starts_within_its_slice(
+def test_engine_starts_within_its_slice(
     vllm: str,
     case: dict[str, Any],
     library: Path,

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[pytest.MarkDecorator, ...]]] = {
         for vllm in (["official", "envelope"] if case.get("sleep") else ["official"])
     ],
 )
-def test_an_engine_starts(case: dict[str, Any], vllm: str, tmp_path: Path) -> None:
+def test_engine_starts(case: dict[str, Any], vllm: str, tmp_path: Path) -> None:
     result = run("start", case, vllm=vllm, device=DEVICE, hooks=COUNTS, folder=tmp_path)
     assert result["outcome"] == "started", result
     assert result["v2"] == case.get("v2", True)

@@ -42,7 +42,7 @@ def starts(
     cases: list[dict[str, Any]], vllm: str, folder: Path
 ) -> list[dict[str, Any]]:
     results = run(
-        "starts", cases, vllm=vllm, device=DEVICE, folder=folder, timeout=900
+        "start_each", cases, vllm=vllm, device=DEVICE, folder=folder, timeout=900
     )["every"]
     assert len(results) == len(cases)
     for asked, result in zip(cases, results, strict=True):
@@ -57,7 +57,7 @@ def off(result: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("v2", [TOPIC, V2])
-def test_official_takes_more_than_requested(v2: bool, tmp_path: Path) -> None:
+def test_stock_takes_more_than_requested(v2: bool, tmp_path: Path) -> None:
     """vllm #40937: engines that start, above their budget."""
     if v2:
         hybrid = case("hybrid", v2, 50)
@@ -75,7 +75,7 @@ def test_official_takes_more_than_requested(v2: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v2", [TOPIC, V2])
-def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
+def test_patched_keeps_its_word(v2: bool, tmp_path: Path) -> None:
     cases = [case("dense", v2, 10), case("dense", v2, 18), case("eagle", v2, 50)]
     refused, *started = starts(cases, "envelope", tmp_path)
     assert refused["outcome"] == "ValueError" and refused["within"], refused
@@ -85,7 +85,7 @@ def test_envelope_keeps_its_word(v2: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v2", [TOPIC, V2])
-def test_envelope_keeps_its_word_with_a_hybrid(v2: bool, tmp_path: Path) -> None:
+def test_patched_keeps_its_word_with_a_hybrid(v2: bool, tmp_path: Path) -> None:
     check_word_was_kept(starts([case("hybrid", v2, 90)], "envelope", tmp_path))
 
 
@@ -96,7 +96,7 @@ def check_word_was_kept(started: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("v2", [V2])
-def test_envelope_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
+def test_patched_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
     """A state for each sequence does not fit: found before graphs are profiled."""
     asked = case("hybrid", v2, 48, fragmentation_buffer_bytes=512 * MIB)
     (refused,) = starts([asked], "envelope", tmp_path)
@@ -133,7 +133,7 @@ def test_graphs_that_are_not_captured_refuse_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v2", [V2])
-def test_envelope_refuses_what_the_official_finds_too_late(
+def test_patched_refuses_what_the_official_finds_too_late(
     v2: bool, tmp_path: Path
 ) -> None:
     """The counterpart of test_findings.py, where utilization has no effect."""

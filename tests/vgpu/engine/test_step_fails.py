@@ -52,7 +52,7 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=topic if n in SHORT else long) for n in CASES]
 )
-def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
+def test_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     result = serve(case, "envelope", tmp_path)
     _, *failing, twice, logits, other, last = result["runs"]
@@ -90,7 +90,7 @@ def test_a_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
 @long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SHORT)
-def test_official_dies(name: str, tmp_path: Path) -> None:
+def test_stock_fails(name: str, tmp_path: Path) -> None:
     first, *failing, _, last = serve(CASES[name], "official", tmp_path)["runs"]
     assert first["outcome"] == "served"
     # Layers with shared experts fail for good.

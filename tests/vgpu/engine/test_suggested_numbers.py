@@ -193,9 +193,7 @@ def tried(says: Says, folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_a_number_that_is_suggested_starts_and_serves(
-    name: str, tmp_path: Path
-) -> None:
+def test_number_that_is_suggested_starts_and_serves(name: str, tmp_path: Path) -> None:
     says = SAYS[name]
     _, text = start(says.case, says, tmp_path, "official")
     assert bool(re.search(says.pattern, " ".join(text.split()))) == says.official

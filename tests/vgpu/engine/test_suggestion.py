@@ -28,7 +28,7 @@ def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("v2", RUNNERS)
-def test_official_suggests_too_little(v2: bool, tmp_path: Path) -> None:
+def test_stock_suggests_too_little(v2: bool, tmp_path: Path) -> None:
     measured = start(v2, "official", tmp_path)
     requested, _ = measured["suggested"]
     assert requested < measured["kv"]
@@ -37,7 +37,7 @@ def test_official_suggests_too_little(v2: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("v2", RUNNERS)
-def test_envelope_starts_with_what_it_suggests(v2: bool, tmp_path: Path) -> None:
+def test_patched_starts_with_what_it_suggests(v2: bool, tmp_path: Path) -> None:
     measured = start(v2, "envelope", tmp_path)
     limits = REQUESTED, 8 * GIB
     for size, limit in zip(measured["suggested"], limits, strict=True):

@@ -48,7 +48,7 @@ def test_a_fraction_leaves_the_host_its_reserve(name: str, tmp_path: Path) -> No
 
 
 @starts
-def test_a_request_that_leaves_the_reserve_is_not_lowered(
+def test_request_that_leaves_the_reserve_is_not_lowered(
     name: str, tmp_path: Path
 ) -> None:
     official, ours = (
@@ -85,7 +85,7 @@ def test_bytes_that_are_named_are_taken_with_a_warning(
 
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_a_host_that_has_little_available(vllm: str, tmp_path: Path) -> None:
+def test_host_that_has_little_available(vllm: str, tmp_path: Path) -> None:
     """Is no reason to refuse a small request."""
     device = {"memory": MEMORY, "integrated": True, "other": MEMORY - 4 * GIB}
     case = {"llm": {"gpu_memory_utilization": 0.1}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.outcomes import outcomes
+from scripts.junit import outcomes
 from tests.vgpu.engine import harness
 from vgpu import config
 
@@ -38,7 +38,9 @@ def unpack_tests(vllm: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 @pytest.mark.parametrize("file", EXPECTED["files"][BASE], ids=lambda f: Path(f).stem)
-def test_outcomes(file: str, vllm: str, tmp_path: Path) -> None:
+def test_tests_of_vllm_have_expected_outcomes(
+    file: str, vllm: str, tmp_path: Path
+) -> None:
     unpack_tests(vllm, tmp_path)
     report = tmp_path / "report.xml"
     skipped = [f"--deselect={file}::{name}" for name in EXPECTED["needs_network"]]

@@ -1,0 +1,93 @@
+"""Start one engine after another, each in a process of its own.
+
+The argument is a JSON list of cases (see start.py); prints a RESULT line for each. The
+processes are forked from one that has imported what a start imports, which is most of
+its time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
+FlashInfer's, or a variable that is read as it imports, imports for itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from bench.scenarios import start
+from bench.scenarios.result import print_result
+
+# What a start imports; the rest takes little time.
+IMPORTED = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.llama_eagle",
+    "vllm.model_executor.models.qwen3_moe",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]
+
+
+def import_vllm() -> None:
+    # It asks the device when it is imported, which no parent of starts may.
+    sys.modules["flashinfer"] = None  # type: ignore[assignment]
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+def main() -> None:
+    import_vllm()
+    for case in json.loads(sys.argv[1]):
+        if "flashinfer_tactic" in case or is_read_by_imports(case):
+            # As a user's: it warms up all batches, too.
+            environment = dict(os.environ)
+            environment.pop("WARM_UP_FEW_BATCHES", None)
+            done = subprocess.run(
+                [sys.executable, "-m", start.__name__, json.dumps(case)],
+                env=environment,
+            )
+            tell_death(done.returncode)
+            continue
+        child = os.fork()
+        if child == 0:
+            sys.argv[1:] = [json.dumps(case)]
+            start.main()
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        tell_death(status)
+
+
+def is_read_by_imports(case: dict[str, Any]) -> bool:
+    """Whether a variable of the case is neither vLLM's, which reads its own when it
+    needs them, nor of PyTorch's allocator, whose settings the first call reads.
+
+    Its backend is "parsed at load time" (CUDAAllocatorConfig.cpp). And the KV cache of
+    a forked start differs by some MiB with expandable segments.
+    """
+    return any(
+        not name.startswith("VLLM_")
+        and (
+            not name.endswith("ALLOC_CONF")
+            or "backend" in value
+            or "expandable_segments" in value
+        )
+        for name, value in case.get("environment", {}).items()
+    )
+
+
+def tell_death(status: int) -> None:
+    if status:
+        died = {"outcome": "died", "status": status}
+        print_result(died)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Scenarios that tests alone run; as those of bench/scenarios."""

@@ -1,0 +1,417 @@
+"""Libraries that build on vLLM: each of their ways to reach into it, by name, serving.
+
+The argument is a JSON object {"ways": [...]}. Prints a RESULT line for each way: what
+it saw, and how it ended. Each is run in a process of its own, forked before CUDA is
+used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from bench.scenarios.result import print_result
+
+MIB = 2**20
+NEIGHBOURS: list[int] = []
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2],
+    },
+}
+
+
+def engine(**more: Any) -> Any:
+    from vllm import LLM
+
+    from bench.scenarios.models import MODELS
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(MODELS["dense"]))
+    llm: dict[str, Any] = {
+        "model": str(folder),
+        "max_model_len": 512,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 512,
+        "gpu_memory_utilization": 0.5,
+        "attention_backend": "TRITON_ATTN",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+    }
+    return LLM(**(llm | more))
+
+
+def serve(llm: Any) -> int:
+    """Tokens of a request; 4 were asked for."""
+    from vllm import SamplingParams
+
+    told = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+    told.ignore_eos = True
+    prompt = {"prompt_token_ids": list(range(3, 23))}
+    (output,) = llm.generate(prompt, told, use_tqdm=False)
+    return len(list(output.outputs[0].token_ids))
+
+
+def serves(worker: type, **more: Any) -> dict[str, Any]:
+    llm = start(worker, **more)
+    return {"tokens": serve(llm), "blocks": blocks(llm)}
+
+
+def starts(worker: type, **more: Any) -> dict[str, Any]:
+    return {"blocks": blocks(start(worker, **more))}
+
+
+def blocks(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+
+def start(worker: type, **more: Any) -> Any:
+    """An engine, with this class in the module that `worker_cls` names."""
+    globals()[worker.__name__] = worker
+    worker.__module__ = __name__
+    sys.modules.setdefault("tests.vgpu.scenarios.derived", sys.modules[__name__])
+    return engine(worker_cls=f"tests.vgpu.scenarios.derived.{worker.__name__}", **more)
+
+
+def neighbour(mebibytes: int) -> None:
+    """Memory of another process, until this one ends."""
+    from vgpu import control
+
+    control.other_process(mebibytes * MIB)
+    NEIGHBOURS.append(mebibytes * MIB)
+
+
+def request_memory_replaced() -> dict[str, Any]:
+    """kvcached, verl's forks, workers that wait for memory: gpu_worker's function."""
+    from vllm.v1.worker import gpu_worker
+
+    calls = []
+
+    def patched(snapshot: Any, config: Any, *rest: Any) -> int:
+        calls.append(snapshot.free_memory)
+        wanted: float = snapshot.total_memory * config.gpu_memory_utilization
+        return math.ceil(wanted)
+
+    gpu_worker.request_memory = patched
+    neighbour(1024)  # less than what is requested is free
+    llm = engine(gpu_memory_utilization=0.9, num_gpu_blocks_override=256)
+    return {"tokens": serve(llm), "calls": len(calls)}
+
+
+def graphs_overridden() -> dict[str, Any]:
+    """vllm-omni's talker, vllm-ascend: a runner that profiles graphs of its own, with
+    the release's KV cache for it, too."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Runner(GPUModelRunner):  # type: ignore[misc]
+        @torch.inference_mode()  # type: ignore[untyped-decorator]
+        def profile_cudagraph_memory(self) -> int:
+            graphs = super().profile_cudagraph_memory()
+            with set_current_vllm_config(self.vllm_config):
+                self._init_minimal_kv_cache_for_profiling()
+            self._cleanup_profiling_kv_cache()
+            return int(graphs)
+
+    class OwnGraphs(Worker):  # type: ignore[misc]
+        def _make_model_runner(self) -> Any:
+            return Runner(self.vllm_config, self.device)
+
+    return serves(OwnGraphs, **GRAPHS)
+
+
+def split_limit_overridden() -> dict[str, Any]:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    limits = []
+
+    class OwnLimit(Worker):  # type: ignore[misc]
+        @contextmanager
+        def _scoped_allocator_max_split(self, max_split_size_mb: int) -> Iterator[None]:
+            limits.append(max_split_size_mb)
+            with super()._scoped_allocator_max_split(max_split_size_mb):
+                yield
+
+    return serves(OwnLimit) | {"limits": limits}
+
+
+MANAGED = """
+#include <sys/types.h>
+int cudaMallocManaged(void**, size_t, unsigned);
+int cudaFree(void*);
+void* kv_malloc(ssize_t size, int device, void* stream) {
+  void* p = 0;
+  return cudaMallocManaged(&p, size, 1) ? 0 : p;
+}
+void kv_free(void* p, ssize_t size, int device, void* stream) { cudaFree(p); }
+"""
+
+
+def virtual_kv_cache() -> dict[str, Any]:
+    """Dynamo's memory service: a pool of its own for the KV cache, not backed yet."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    library = managed_memory()
+
+    class Virtual(Worker):  # type: ignore[misc]
+        def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+            if tag == "weights":
+                return nullcontext()
+            if tag != "kv_cache":
+                return super()._maybe_get_memory_pool_context(tag)
+            self.own = torch.cuda.memory.CUDAPluggableAllocator(
+                str(library), "kv_malloc", "kv_free"
+            )
+            self.pool = torch.cuda.memory.MemPool(self.own._allocator)
+            return torch.cuda.use_mem_pool(self.pool)
+
+    neighbour(3600)
+    explicit = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+    return serves(Virtual, **explicit)
+
+
+def managed_memory() -> Path:
+    import subprocess
+
+    folder = Path(tempfile.mkdtemp())
+    source, library = folder / "managed.c", folder / "managed.so"
+    source.write_text(MANAGED)
+    build = ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(build, check=True)
+    return library
+
+
+def own_measure() -> dict[str, Any]:
+    """A worker that leaves PyTorch's peak beside the KV cache, and nothing more."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Peak(Worker):  # type: ignore[misc]
+        @torch.inference_mode()  # type: ignore[untyped-decorator]
+        def determine_available_memory(self) -> int:
+            torch.cuda.reset_peak_memory_stats()
+            self.model_runner.profile_run()
+            self.cudagraph_memory_estimate = 0
+            self.available_kv_cache_memory_bytes = int(
+                self.requested_memory - torch.cuda.max_memory_allocated()
+            )
+            return self.available_kv_cache_memory_bytes
+
+    return serves(Peak)
+
+
+def hooks_append() -> dict[str, Any]:
+    """vllm-lens: what a hook has appended for a pass that fails is there once."""
+    import torch
+
+    from vgpu import control
+
+    llm = engine()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = runner.model.model.layers
+    positions: list[int] = []
+    layers[0].register_forward_hook(
+        lambda module, given, output: positions.append(len(output[0]))
+    )
+    times = [1]
+
+    def fail(module: Any, given: Any) -> None:
+        if not times:
+            return
+        times.clear()
+        torch.cuda.empty_cache()
+        for call in ("cudaMalloc*", "cuMemAlloc*", "cuMemCreate"):
+            control.inject(call, times=1000, over=MIB)
+        try:
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        finally:
+            control.clear_injections()
+
+    layers[-1].mlp.register_forward_pre_hook(fail)
+    tokens: int | str
+    try:
+        tokens = serve(llm)
+    except Exception as error:
+        tokens = type(error).__name__
+    return {"tokens": tokens, "positions": positions}
+
+
+def extension_and_plugin() -> dict[str, Any]:
+    """verl's worker_extension_cls, and a collective_rpc with a function."""
+    llm = engine(worker_extension_cls="tests.vgpu.scenarios.derived.Extension")
+    (rank,) = llm.collective_rpc("own_rank")
+    (layers,) = llm.collective_rpc(lambda worker: len(worker.model_runner.attn_groups))
+    return {"ranks": rank + 1, "groups": layers, "tokens": serve(llm)}
+
+
+class Extension:
+    def own_rank(self) -> int:
+        return int(self.rank)  # type: ignore[attr-defined]
+
+
+def sleep_cycles() -> dict[str, Any]:
+    """SkyRL's weight synchronization, which keeps the KV cache alone, and TRL's, which
+    keeps nothing: the weights are written between two parts of waking up."""
+    import torch
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    from vgpu import control
+
+    def write(tensors: list[Any], value: int) -> None:  # kernels do nothing
+        for tensor in tensors:
+            tensor.copy_(torch.full(tensor.shape, value, dtype=tensor.dtype))
+
+    def hold(tensors: list[Any], value: int) -> bool:
+        return all(bool((tensor.cpu() == value).all()) for tensor in tensors)
+
+    llm = engine(enable_sleep_mode=True, kv_cache_memory_bytes=64 * MIB)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    weights = [weight.data for weight in runner.model.parameters()]
+    # Views of them have the order of their layout.
+    storages = {t.untyped_storage().data_ptr(): t for t in runner.kv_caches}
+    cache = [
+        torch.empty(0, dtype=torch.uint8, device="cuda").set_(t.untyped_storage())
+        for t in storages.values()
+    ]
+    allocator = get_mem_allocator_instance()
+    result: dict[str, Any] = {}
+    for cycle in (1, 2):
+        write(cache, cycle)
+        awake = control.used()
+        allocator.sleep(offload_tags=("kv_cache",))
+        released = awake - control.used() >= allocator.get_current_usage()
+        torch.cuda.empty_cache()
+        allocator.wake_up(["weights"])
+        write(weights, cycle)
+        torch.cuda.empty_cache()
+        allocator.wake_up(["kv_cache"])
+        kept: dict[str, Any] = {"released": released, "weights": hold(weights, cycle)}
+        kept |= {"cache": hold(cache, cycle), "tokens": serve(llm)}
+        result[f"skyrl {cycle}"] = kept
+    for cycle in (3, 4):
+        awake = control.used()
+        llm.sleep(level=2)
+        released = awake - control.used() >= allocator.get_current_usage()
+        llm.wake_up(tags=["weights"])
+        write(weights, cycle)
+        llm.wake_up(tags=["kv_cache"])
+        kept = {"released": released, "weights": hold(weights, cycle)}
+        result[f"trl {cycle}"] = kept | {"tokens": serve(llm)}
+    assert all(all(kept.values()) for kept in result.values()), result
+    return result
+
+
+def texts() -> dict[str, Any]:
+    """Log lines that scripts search for."""
+    import logging
+
+    said: list[str] = []
+
+    make = logging.getLogRecordFactory()
+
+    def kept(*given: Any, **named: Any) -> logging.LogRecord:
+        record = make(*given, **named)
+        said.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(kept)  # an engine configures its handlers anew
+    tokens = serve(engine())
+    words = "Actual usage is", "to fit into requested memory", "kv cache memory in use"
+    found = [word for word in words if any(word in text for text in said)]
+    return {"found": found, "tokens": tokens}
+
+
+def engine_dead() -> dict[str, Any]:
+    """vllm-omni's and vllm-ascend's handlers of fatal errors: without arguments."""
+    import queue
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    core: Any = EngineCoreProc.__new__(EngineCoreProc)
+    core.output_queue = queue.Queue()
+    core.output_thread = threading.Thread(target=time.sleep, args=(0,))
+    core.output_thread.start()
+    try:
+        raise RuntimeError("a fatal error")
+    except RuntimeError:
+        core._send_engine_dead()
+    return {"sent": core.output_queue.get() == EngineCoreProc.ENGINE_CORE_DEAD}
+
+
+def process_made_by_others() -> dict[str, Any]:
+    """vllm-ascend's executor makes its own processes and handles."""
+    from vllm.v1.executor.multiproc_executor import (
+        UnreadyWorkerProcHandle,
+        WorkerProcHandle,
+    )
+
+    handle = UnreadyWorkerProcHandle("proc", 0, "ready", "death")
+    ready = WorkerProcHandle.from_unready_handle(handle, "queue", [])
+    return {"death": [handle.death_writer, ready.death_writer]}
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    way.__name__: way
+    for way in (
+        request_memory_replaced,
+        graphs_overridden,
+        split_limit_overridden,
+        virtual_kv_cache,
+        own_measure,
+        hooks_append,
+        extension_and_plugin,
+        sleep_cycles,
+        texts,
+        engine_dead,
+        process_made_by_others,
+    )
+}
+
+
+def main(ways: dict[str, Callable[[], dict[str, Any]]] = WAYS) -> None:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    from vgpu import control
+
+    for name in json.loads(sys.argv[1])["ways"]:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            try:
+                from bench.scenarios.on_the_host import inspect_models_here
+
+                with suppress(AttributeError):
+                    inspect_models_here()
+                result = ways[name]()
+            except BaseException as error:
+                traceback.print_exc()
+                result = {"error": f"{type(error).__name__}: {error}"[:500]}
+            if NEIGHBOURS:
+                control.other_process(-sum(NEIGHBOURS))
+            print_result({"way": name} | result)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
