@@ -22,6 +22,7 @@ from scripts.release import Base
 from scripts.series import (
     BASE_REF,
     NAMES_REF,
+    Kind,
     Outcome,
     conflict_report,
     git,
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
                 recall(another(old, args.to, part / "new").tree, memory)
                 (part / "new").rename(folder)
         new = Base.load(folder, args.to)
-        remember(new.tree, memory)
+        remember(new.tree, memory, conflicts(new))
         for patch in old.patches():
             move(old, new, patch)
         patches = patch_files(args.root, new.tree)
@@ -86,14 +87,25 @@ def main(args: argparse.Namespace) -> None:
             unpatched_tests(replace(new, root=args.root), part / "vllm")
 
 
+def outcomes_of(new: Base) -> dict[str, tuple[Kind, list[str], str]]:
+    """What became of each patch so far: kind, files, and HEAD before it."""
+    notes = new.root / "outcomes.json"
+    return json.loads(notes.read_text()) if notes.exists() else {}
+
+
+def conflicts(new: Base) -> set[str]:
+    """The files that had conflicts so far."""
+    told = outcomes_of(new).values()
+    return {name for kind, files, _ in told if kind == "conflict" for name in files}
+
+
 def move(old: Base, new: Base, patch: Path) -> None:
     """Commit a patch, unless an earlier run did.
 
     Raises:
         Problem: a conflict, with what to do about it.
     """
-    notes = new.root / "outcomes.json"
-    outcomes = json.loads(notes.read_text()) if notes.exists() else {}
+    outcomes = outcomes_of(new)
     head = git(new.tree, "rev-parse", "HEAD").strip()
     if patch.name not in outcomes:
         run_git(new.tree, "am", "--abort")  # of a run that was killed
@@ -103,8 +115,8 @@ def move(old: Base, new: Base, patch: Path) -> None:
         outcome = Outcome(kind, tuple(files))
         if kind == "conflict" and not unresolved(new.tree):
             outcome = Outcome("resolved" if head != before else "skipped")
-    outcomes[patch.name] = (outcome.kind, outcome.files, head)
-    notes.write_text(json.dumps(outcomes))
+    outcomes[patch.name] = (outcome.kind, [*outcome.files], head)
+    (new.root / "outcomes.json").write_text(json.dumps(outcomes))
     if outcome.kind == "conflict":
         again = f"make rebase BASE={old.version} TO={new.version}"
         raise Problem(conflict_report(new.tree, patch, outcome, again))

@@ -123,6 +123,11 @@ def apply(base: Base, tree: Path, patches: list[Path]) -> None:
         git(tree, "notes", f"--ref={NAMES_REF}", "add", "-m", patch.name, "HEAD")
 
 
+Kind = Literal[
+    "applies", "merged", "remembered", "resolved", "taken", "skipped", "conflict"
+]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a patch on another base.
@@ -131,9 +136,7 @@ class Outcome:
     those that have its changes already.
     """
 
-    kind: Literal[
-        "applies", "merged", "remembered", "resolved", "taken", "skipped", "conflict"
-    ]
+    kind: Kind
     files: tuple[str, ...] = ()
 
 
@@ -167,12 +170,12 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
         str(patch),
     )  # fmt: skip
     if done.returncode:
+        staged = re.findall(
+            "^Staged '(.*)' using previous resolution", done.stderr, re.M
+        ) + leave_out(tree)
         conflicts = git(tree, "diff", "--name-only", "--diff-filter=U", "-z")
         if conflicts:
             return Outcome("conflict", tuple(conflicts.split("\0")[:-1]))
-        staged = re.findall(
-            "^Staged '(.*)' using previous resolution", done.stderr, re.M
-        )
         if not staged or run_git(tree, "am", "--continue").returncode:
             run_git(tree, "am", "--abort")
             raise Problem(f"{patch.name} cannot be merged: {done.stderr.strip()}")
@@ -208,6 +211,25 @@ def nameless(tree: Path) -> str:
     return f' -c user.name="{IDENTITY[0]}" -c user.email={IDENTITY[1]}'
 
 
+# In the memory: files that a release does not have, and whose changes were left out.
+ABSENT = "absent"
+
+
+def leave_out(tree: Path) -> list[str]:
+    """Resolve conflicts about files that are not there as before; git rerere does not.
+
+    Returns:
+        The files.
+    """
+    memory = tree / ".git/rr-cache" / ABSENT
+    known = memory.read_text().splitlines() if memory.exists() else []
+    status = git(tree, "status", "--porcelain", "--", *known) if known else ""
+    absent = re.findall("^DU (.*)", status, re.M)
+    if absent:
+        git(tree, "rm", "-q", "--", *absent)
+    return absent
+
+
 def recall(tree: Path, memory: Path) -> None:
     """Have git resolve conflicts in ``tree`` as before (git rerere)."""
     git(tree, "config", "rerere.enabled", "true")
@@ -216,12 +238,19 @@ def recall(tree: Path, memory: Path) -> None:
         shutil.copytree(memory, tree / ".git/rr-cache", dirs_exist_ok=True)
 
 
-def remember(tree: Path, memory: Path) -> None:
-    """Keep in ``memory`` how conflicts in ``tree`` were resolved.
+def remember(tree: Path, memory: Path, conflicts: set[str]) -> None:
+    """Keep in ``memory`` how conflicts in ``tree`` were resolved; ``conflicts`` are
+    the files that had them.
 
     git keeps each file whole, before and after. It merges the difference into the next
     conflict of the same lines, so that the changed lines and three around suffice.
     """
+    absent = {name for name in conflicts if not (tree / name).exists()}
+    if absent and not unresolved(tree):
+        memory.mkdir(exist_ok=True)
+        path = memory / ABSENT
+        known = path.read_text().splitlines() if path.exists() else []
+        path.write_text("".join(f"{name}\n" for name in sorted({*known, *absent})))
     for after in sorted((tree / ".git/rr-cache").glob("*/postimage*")):
         kept = memory / after.parent.name / after.name
         if kept.exists():

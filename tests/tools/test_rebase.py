@@ -58,12 +58,21 @@ def test_conflict_is_resolved_and_the_rest_follows(series: Project) -> None:
 def test_conflict_is_resolved_once(
     series: Project, index: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """git resolves it the next time, in another clone and in a file that changed."""
+    """git resolves it the next time, in another clone and in a file that changed. A
+    file that the release does not have is left out again."""
+    page = {"docs__page.md": "A page about plans.\n"}
+    series.commit("[Docs] Page", **page)
+    series.ok("export")
     series.fails("rebase", "--to", "1.2.2")
     tree = series.root / "build/rebase-1.2.2/vllm"
     conflict = re.compile("^<{7}.*^>{7}.*?\n", re.M | re.S)
     plan = (tree / "vllm/plan.py").read_text()
     resolve(tree, "vllm/plan.py", conflict.sub("p = 3\n", plan))
+    assert "page.patch conflicts in docs/page.md" in series.fails(
+        "rebase", "--to", "1.2.2"
+    )
+    subprocess.run(["git", "-C", tree, "rm", "-q", "docs/page.md"], check=True)
+    subprocess.run(["git", "-C", tree, "am", "--skip"], check=True)
     series.ok("rebase", "--to", "1.2.2")
     memory = series.root / "patches/resolutions"
     (before,) = memory.glob("*/preimage")
@@ -73,13 +82,14 @@ def test_conflict_is_resolved_once(
     shutil.copytree(memory, other.root / "patches/resolutions")
     other.ok("source")
     plan = PLAN.replace("a = 1", "a = 2").replace("p = 1", "p = 2")
-    other.commit("[Core] Two places", vllm__plan_py=plan)
+    other.commit("[Core] Two places", vllm__plan_py=plan, **page)
     other.commit("[Core] Comes after", vllm__gone_py="UNUSED = 2\n")
     other.ok("export")
     shown = other.ok("rebase", "--to", "1.2.2").splitlines()
-    assert shown[:3] == [
+    assert shown[:4] == [
         "two-places.patch: conflicts resolved as before",
         "  vllm/plan.py",
+        "  docs/page.md",
         "comes-after.patch: applies",
     ]
     patch = (other.root / "patches/v1.2.2/two-places.patch").read_text()
