@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.commands import Problem, command, locked, scratch
 from scripts.drift import report
 from scripts.headers import patch_files
+from scripts.names import names, words
 from scripts.patch_tests import JOBS, own_tests, testers
 from scripts.release import Base
 from scripts.series import (
@@ -24,6 +25,7 @@ from scripts.series import (
     NAMES_REF,
     Kind,
     Outcome,
+    commits,
     conflict_report,
     git,
     recall,
@@ -84,6 +86,7 @@ def main(args: argparse.Namespace) -> None:
         with scratch(args.root / "build", "rebase") as part:
             new.tree.rename(part / "vllm")
             shutil.rmtree(folder)
+            print(*lacking(old, part / "vllm"), sep="\n")
             unpatched_tests(replace(new, root=args.root), part / "vllm")
 
 
@@ -132,6 +135,23 @@ def tell(patch: Path, outcome: Outcome) -> None:
     for name in outcome.files:
         already = "" if conflict else ": its changes are there already"
         print(f"  {name}{already}")
+
+
+def lacking(old: Base, tree: Path) -> list[str]:
+    """Names of the old release that patches use and the new one does not have: where
+    a merge without a conflict is wrong."""
+    lost = words(old.tree, BASE_REF) - words(tree, BASE_REF)
+    said = []
+    for topic, commit in commits(tree).items():
+        git(tree, "checkout", "-q", "--detach", commit)
+        found = names(tree, touched_lines(tree))
+        lost -= found.defined
+        said += [
+            f"{topic} uses {name}, which is not there: {where}"
+            for name, where in found.used.items()
+            if name in lost
+        ]
+    return said
 
 
 def unpatched_tests(base: Base, tree: Path) -> None:

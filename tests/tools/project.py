@@ -43,18 +43,19 @@ SOURCES = {
     "vllm/__init__.py": "",
     "vllm/budget.py": "def requested(total):\n    return total\n",
     "vllm/gone.py": "UNUSED = 1\n",
+    "tools/newer.py": "def of_newer():\n    pass\n",
     "vllm/plan.py": "".join(f"{name} = 1\n" for name in "abcdefghijklmnopqr"),
 }
 PLAN = SOURCES["vllm/plan.py"]
-# The release before: no page, and an older plan.py, with one change that 1.2.3 does not
-# have.
+# The release before: no newer.py, and an older plan.py, with one change that 1.2.3 does
+# not have.
 OLDER = SOURCES | {
     "PKG-INFO": "Name: vllm\nRequires-Dist: torch==1.9\n",
     "vllm/plan.py": PLAN.replace("c = 1", "c = 0")
     .replace("i = 1", "i = 2")
     .replace("p = 1", "p = 0"),
 }
-del OLDER["docs/page.md"]
+del OLDER["tools/newer.py"]
 VERSION = """\
 __version__ = version = '1.2.3'
 __version_tuple__ = version_tuple = (1, 2, 3)

@@ -60,18 +60,18 @@ def test_conflict_is_resolved_once(
 ) -> None:
     """git resolves it the next time, in another clone and in a file that changed. A
     file that the release does not have is left out again."""
-    page = {"docs__page.md": "A page about plans.\n"}
-    series.commit("[Docs] Page", **page)
+    newer = {"tools__newer_py": "def of_newer():\n    return 1\n"}
+    series.commit("[Core] Newer", **newer)
     series.ok("export")
     series.fails("rebase", "--to", "1.2.2")
     tree = series.root / "build/rebase-1.2.2/vllm"
     conflict = re.compile("^<{7}.*^>{7}.*?\n", re.M | re.S)
     plan = (tree / "vllm/plan.py").read_text()
     resolve(tree, "vllm/plan.py", conflict.sub("p = 3\n", plan))
-    assert "page.patch conflicts in docs/page.md" in series.fails(
+    assert "newer.patch conflicts in tools/newer.py" in series.fails(
         "rebase", "--to", "1.2.2"
     )
-    subprocess.run(["git", "-C", tree, "rm", "-q", "docs/page.md"], check=True)
+    subprocess.run(["git", "-C", tree, "rm", "-q", "tools/newer.py"], check=True)
     subprocess.run(["git", "-C", tree, "am", "--skip"], check=True)
     series.ok("rebase", "--to", "1.2.2")
     memory = series.root / "patches/resolutions"
@@ -82,18 +82,34 @@ def test_conflict_is_resolved_once(
     shutil.copytree(memory, other.root / "patches/resolutions")
     other.ok("source")
     plan = PLAN.replace("a = 1", "a = 2").replace("p = 1", "p = 2")
-    other.commit("[Core] Two places", vllm__plan_py=plan, **page)
+    other.commit("[Core] Two places", vllm__plan_py=plan, **newer)
     other.commit("[Core] Comes after", vllm__gone_py="UNUSED = 2\n")
     other.ok("export")
     shown = other.ok("rebase", "--to", "1.2.2").splitlines()
     assert shown[:4] == [
         "two-places.patch: conflicts resolved as before",
         "  vllm/plan.py",
-        "  docs/page.md",
+        "  tools/newer.py",
         "comes-after.patch: applies",
     ]
     patch = (other.root / "patches/v1.2.2/two-places.patch").read_text()
     assert "\n-a = 1\n+a = 2\n" in patch and "\n-p = 0\n+p = 3\n" in patch
+
+
+def test_a_name_that_the_release_does_not_have(series: Project) -> None:
+    """git merges its use without a conflict."""
+    text = "from tools.newer import of_newer\n\n\ndef mine():\n    of_newer()\n"
+    series.commit("[Core] Applies but fails", vllm__uses_py=text)
+    series.commit("[Core] Uses mine", vllm__more_py="import vllm.uses\nmine()\n")
+    series.ok("export")
+    series.fails("rebase", "--to", "1.2.2")
+    tree = series.root / "build/rebase-1.2.2/vllm"
+    resolve(tree, "vllm/plan.py", "resolved = 1\n")
+    shown = series.ok("rebase", "--to", "1.2.2").splitlines()
+    assert [line for line in shown if "not there" in line] == [
+        "applies-but-fails uses newer, which is not there: vllm/uses.py:1",
+        "applies-but-fails uses of_newer, which is not there: vllm/uses.py:1",
+    ]
 
 
 def test_killed_in_the_unpatched_tests_the_series_is_whole(project: Project) -> None:
