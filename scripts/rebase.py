@@ -43,7 +43,7 @@ SAID = {
     "remembered": "conflicts resolved as before",
     "resolved": "resolved by hand",
     "taken": "upstream has it: left out",
-    "skipped": "skipped by hand: left out",
+    "skipped": "skipped: left out",
     "conflict": "conflicts",
 }
 
@@ -86,7 +86,8 @@ def main(args: argparse.Namespace) -> None:
         with scratch(args.root / "build", "rebase") as part:
             new.tree.rename(part / "vllm")
             shutil.rmtree(folder)
-            print(*lacking(old, part / "vllm"), sep="\n")
+            for line in lacking(old, part / "vllm"):
+                print(line)
             unpatched_tests(replace(new, root=args.root), part / "vllm")
 
 

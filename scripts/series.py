@@ -176,6 +176,9 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
         conflicts = git(tree, "diff", "--name-only", "--diff-filter=U", "-z")
         if conflicts:
             return Outcome("conflict", tuple(conflicts.split("\0")[:-1]))
+        if staged and not run_git(tree, "diff", "--cached", "--quiet").returncode:
+            git(tree, "am", "--skip")  # nothing is left of it
+            return Outcome("skipped")
         if not staged or run_git(tree, "am", "--continue").returncode:
             run_git(tree, "am", "--abort")
             raise Problem(f"{patch.name} cannot be merged: {done.stderr.strip()}")

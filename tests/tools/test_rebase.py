@@ -74,6 +74,14 @@ def test_conflict_is_resolved_once(
     subprocess.run(["git", "-C", tree, "rm", "-q", "tools/newer.py"], check=True)
     subprocess.run(["git", "-C", tree, "am", "--skip"], check=True)
     series.ok("rebase", "--to", "1.2.2")
+    shutil.move(series.root / "patches/v1.2.2", tmp_path / "first")
+    shown = series.ok("rebase", "--to", "1.2.2").splitlines()
+    assert "conflicts.patch: conflicts resolved as before" in shown
+    assert "newer.patch: skipped: left out" in shown
+    first = [path.read_bytes() for path in sorted((tmp_path / "first").iterdir())]
+    again = sorted((series.root / "patches/v1.2.2").iterdir())
+    assert [path.read_bytes() for path in again] == first
+
     memory = series.root / "patches/resolutions"
     (before,) = memory.glob("*/preimage")
     assert "p = 2\n" in before.read_text() and "a = 1\n" not in before.read_text()
@@ -148,7 +156,7 @@ def test_patch_can_be_skipped(series: Project) -> None:
     series.fails("rebase", "--to", "1.2.2")
     tree = series.root / "build/rebase-1.2.2/vllm"
     subprocess.run(["git", "-C", tree, "am", "--skip"], check=True)
-    assert "conflicts.patch: skipped by hand" in series.ok("rebase", "--to", "1.2.2")
+    assert "conflicts.patch: skipped" in series.ok("rebase", "--to", "1.2.2")
 
 
 def test_unknown_release_is_refused(series: Project) -> None:
