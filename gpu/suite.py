@@ -404,11 +404,16 @@ def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Che
 def sleep_cycles(
     builds: Builds, machine: Machine, folder: Path, limit: float
 ) -> dict[str, Result]:
-    """Cycles in turn, of processes that have not slept before."""
+    """Cycles in turn, of processes that have not slept before; of as many pools as the
+    time allows."""
     end = time.monotonic() + 2 * limit
     results: dict[str, Result] = {v: {"outcome": "slept", "cycles": []} for v in VLLMS}
     pools = SLEEP_THERE if machine.virtual else SLEEP
+    longest = 0.0
     for number, (size, huge) in enumerate(pools):
+        began = time.monotonic()
+        if end - began < 1.5 * longest:
+            break
         case = json.dumps({"bytes": size, "huge_pages": huge})
         engines: dict[str, Conversation] = {}
         with contextlib.ExitStack() as stack:
@@ -432,6 +437,7 @@ def sleep_cycles(
                         of = {"bytes": size, "huge_pages": huge}
                         of |= {"level": level, "cycle": cycle}
                         results[vllm]["cycles"].append(of | slept)
+        longest = max(longest, time.monotonic() - began)
     return results
 
 
@@ -464,8 +470,13 @@ def sleeps_as_fast(
                     str(ratios),
                     ratios.median <= wanted,
                 )
+    # It is the machine's, so the least: where the other has not slept yet.
     more, theirs_more = (
-        max(c["sleep"]["host"] - c["bytes"] for c in result["cycles"])
+        min(
+            cycle["sleep"]["host"] - cycle["bytes"]
+            for cycle in result["cycles"]
+            if cycle["level"] == 1
+        )
         for result in (patched, unpatched)
     )
     goal = f"patched: host memory above the weights at most stock's {theirs_more}"
@@ -629,6 +640,23 @@ CASES = (
     full_batches(" within the request"),
     full_batches(", with an extensible KV cache", extensible=True),
     Case(
+        "time of a start",
+        starts,
+        starts_as_fast,
+        processes=(STARTS + 1, 2 * STARTS + 2),
+        timed=True,
+        seconds=120,
+    ),
+    Case(
+        "sleep cycles",
+        sleep_cycles,
+        sleeps_as_fast,
+        needs=15 * GIB,
+        processes=(len(SLEEP), len(SLEEP)),
+        timed=True,
+        seconds=110,
+    ),
+    Case(
         "serving: dense",
         serve("dense"),
         serves,
@@ -644,32 +672,7 @@ CASES = (
         needs=14 * GIB,
         processes=(1, 1),
         timed=True,
-        seconds=150,
-    ),
-    Case(
-        "sleep cycles",
-        sleep_cycles,
-        sleeps_as_fast,
-        needs=15 * GIB,
-        processes=(len(SLEEP), len(SLEEP)),
-        timed=True,
-        seconds=90,
-    ),
-    Case(
-        "hybrids: first tokens",
-        first_tokens,
-        answers_as_fast,
-        processes=(1, 1),
-        timed=True,
-        seconds=140,
-    ),
-    Case(
-        "time of a start",
-        starts,
-        starts_as_fast,
-        processes=(STARTS + 1, 2 * STARTS + 2),
-        timed=True,
-        seconds=120,
+        seconds=100,
     ),
     Case(
         "churn",
@@ -713,6 +716,15 @@ CASES = (
         ),
         survives_release,
         needs=12 * GIB,
+    ),
+    # Its kernels compile for longer than 100 s.
+    Case(
+        "hybrids: first tokens",
+        first_tokens,
+        answers_as_fast,
+        processes=(1, 1),
+        timed=True,
+        seconds=300,
     ),
     Case("the patches' own tests", own_tests, tests_pass),
 )

@@ -9,6 +9,7 @@ has pinned (on a GPU: by which the machine has less).
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -51,6 +52,9 @@ def main() -> None:
         weights = load(case["bytes"], case["layer"])
     with allocator.use_memory_pool("kv_cache"):
         kv_cache = torch.empty(case["kv_cache"], dtype=torch.uint8, device="cuda")
+    # As a started engine core does: `sleep` and `wake_up` collect garbage.
+    gc.collect()
+    gc.freeze()
     available = host_available()
 
     def host() -> int:

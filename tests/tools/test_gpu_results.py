@@ -89,6 +89,35 @@ def test_sleep_frees_all_but_page_tables_of_the_weights() -> None:
     assert patched.startswith("patched: sleep frees")
 
 
+def slept(sizes: list[int]) -> dict[str, Any]:
+    """Bytes of the host beyond the weights, by cycle."""
+    half = {"wall": 1.0, "processor": 1.0}
+    return {
+        "outcome": "slept",
+        "cycles": [
+            {
+                "bytes": GIB,
+                "huge_pages": True,
+                "level": level,
+                "cycle": cycle,
+                "sleep": half | {"host": GIB + size},
+                "wake": half,
+            }
+            for level, sizes in ((1, sizes), (2, [0, 0]))
+            for cycle, size in enumerate(sizes)
+        ],
+    }
+
+
+def test_host_memory_is_of_who_slept_first() -> None:
+    """Later figures are those of both processes."""
+    stock, kept = slept([2 * GIB, GIB]), slept([GIB, 2 * GIB])
+    host = "patched: host memory above the weights"
+    assert not [f for f in broken("sleep cycles", stock, kept) if f.startswith(host)]
+    more = slept([GIB + 1, 2 * GIB])
+    assert [f for f in broken("sleep cycles", stock, more) if f.startswith(host)]
+
+
 def test_tokens_that_are_all_alike_prove_nothing() -> None:
     alike = {"tokens": {"greedy": [[0, 0]]}, "tokens_after": {"greedy": [[0, 0]]}}
     found = broken("serving: dense", served(**alike), served(**alike))
