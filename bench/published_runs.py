@@ -269,7 +269,7 @@ and their sources. `make bench-plan` replays them. The engine of the same releas
 starts, with dummy weights, on the virtual device with the profile of the same GPU. In
 each cell, the first figure is predicted, the second published. Some constants of the
 profiles are fitted to these runs ([below](#deviations-and-their-causes)). Patched vLLM
-ran on H200s alone ([results](gpu.md)).
+ran on H200s and an H100 alone ([results](gpu.md)).
 
 For comparison: llm-d-planner is the best public planner that we know (formulas with a
 constant for each architecture). On similar runs it is off by 7.8 % on average and
