@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from scripts.commands import Problem, command, write_whole
@@ -238,22 +238,26 @@ def pinning(root: Path) -> str:
     return f"{huge} CPU-seconds per GiB with huge pages, {small} with 4 KiB pages"
 
 
-# ---- H200
+# ---- GPUs
 
 
-def cases(root: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, stock and patched result of each case on an H200."""
-    for path in sorted((root / "results").glob("h200-*.json")):
-        for name, case in json.loads(path.read_text())["cases"].items():
+def cases(root: Path) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """GPU, name, stock and patched result of each case of the suite."""
+    for path in sorted((root / "results").glob("*.json")):
+        content = json.loads(path.read_text())
+        gpu = content["gpu"]["name"].split()[1]
+        for name, case in content.get("cases", {}).items():
             if "unpatched" in case and "patched" in case:
-                yield name, case["unpatched"], case["patched"]
+                yield gpu, name, case["unpatched"], case["patched"]
 
 
-def h200_starts(root: Path) -> str:
+def gpu_starts(root: Path, warm: bool) -> str:
+    """Warm where neither compiled Triton's kernels, which both share."""
     ratios = [
         patched["seconds"]["engine"] / stock["seconds"]["engine"]
-        for name, stock, patched in cases(root)
+        for _, name, stock, patched in cases(root)
         if "extensible" not in name
+        and (name == "serving: dense") == warm
         and all("engine" in as_dict(r.get("seconds")) for r in (stock, patched))
     ]
     return f"{span(ratios, '.2f')} of stock in {len(ratios)} pairs"
@@ -263,10 +267,10 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def h200_steps(root: Path, model: str) -> str:
+def gpu_steps(root: Path, model: str) -> str:
     """Three ways to average pairs of turns, over all sessions."""
     averages, pairs = [], []
-    for name, stock, patched in cases(root):
+    for _, name, stock, patched in cases(root):
         if name == f"serving: {model}" and "ms_per_step" in patched:
             ratios = [
                 p / s for s, p in zip(stock["decode"], patched["decode"], strict=False)
@@ -277,57 +281,79 @@ def h200_steps(root: Path, model: str) -> str:
                 median(patched["decode"]) / median(stock["decode"]),
                 sum(patched["decode"]) / sum(stock["decode"]),
             ]
-    return f"{span(averages, '.2f')} ({len(pairs)} pairs, {span(pairs, '.2f')})"
+    return f"{span(averages, '.3f')} ({of_pairs(pairs)})"
 
 
-def h200_kv_cache(root: Path, extensible: bool) -> str:
-    less = [
-        (stock["kv"] - patched["kv"]) / MIB
-        for name, stock, patched in cases(root)
-        if stock.get("kv")
-        and patched.get("kv")
-        and "limit" not in name
-        and ("extensible" in name) == extensible
+def of_pairs(ratios: list[float]) -> str:
+    low, _, high = quantiles(ratios, n=4)
+    return f"{len(ratios)} pairs, quartiles {low:.2f} to {high:.2f}"
+
+
+def gpu_sleep(root: Path, level: int, first: bool) -> str:
+    """Wall clock of sleep and wake-up, in pairs of cycles."""
+    ratios = [
+        took(patched) / took(stock)
+        for _, name, *results in cases(root)
+        if name == "sleep cycles"
+        for stock, patched in zip(*(r["cycles"] for r in results), strict=True)
+        if stock["level"] == level and (stock["cycle"] == 0) == first
     ]
-    if extensible:
-        (more,) = {f"{-one:.0f}" for one in less}
-        return f"{more} MiB larger"
-    return f"{span(less, '.0f')} MiB smaller"
+    return f"{median(ratios):.2f} of stock ({of_pairs(ratios)})"
 
 
-def h200_left(root: Path) -> str:
-    """What the other process left to each, where only the patched build served."""
-    for name, stock, patched in cases(root):
-        if name.startswith("full batches within") and "before_request" in patched:
-            left = [r["requested"] + r["before_request"] for r in (stock, patched)]
-            return f"{(left[1] - left[0]) / MIB:.0f} MiB less"
-    raise Problem("results/ has no such case.")
+def took(cycle: dict[str, Any]) -> float:
+    return float(cycle["sleep"]["wall"] + cycle["wake"]["wall"])
 
 
-def h200_tests(root: Path) -> str:
+def gpu_kv_cache(root: Path, extensible: bool) -> str:
+    less: dict[str, list[float]] = {}
+    for gpu, name, stock, patched in cases(root):
+        if (
+            stock.get("kv")
+            and patched.get("kv")
+            and "limit" not in name
+            and ("extensible" in name) == extensible
+        ):
+            one = (stock["kv"] - patched["kv"]) / MIB
+            less.setdefault(gpu, []).append(one)
+    return ", ".join(f"{smaller(sizes)} ({gpu})" for gpu, sizes in less.items())
+
+
+def smaller(sizes: list[float]) -> str:
+    if {f"{size:.0f}" for size in sizes} == {f"{sizes[0]:.0f}"}:
+        word = "smaller" if sizes[0] > 0 else "larger"
+        return f"{abs(sizes[0]):.0f} MiB {word}"
+    return f"{span(sizes, '.0f')} MiB smaller"
+
+
+def gpu_tests(root: Path) -> str:
     passed = [
         len(patched["passed"])
-        for name, _, patched in cases(root)
+        for _, name, _, patched in cases(root)
         if name == "the patches' own tests" and "passed" in patched
     ]
     return str(max(passed))
 
 
 def limit_per_step(root: Path) -> str:
-    """The settings of a limit in bytes, by the fastest step on the H200."""
+    """The settings of a limit in bytes, by the fastest step on a GPU."""
     settings = [
         float(row[5])
         for row in table(root / SERVING, "| model | limit |")
         if row[1] == "in bytes"
     ]
-    fastest = min(stock["ms_per_step"] for _, stock, _ in cases(root)
+    fastest = min(stock["ms_per_step"] for _, _, stock, _ in cases(root)
                   if "ms_per_step" in stock)  # fmt: skip
     return f"{ceil(100 * max(settings) / fastest)} %"
 
 
-def h200_prediction(root: Path) -> str:
-    (path,) = (root / "results").glob("calibration-h200-*.json")
-    starts = json.loads(path.read_text())["starts"].values()
+def gpu_prediction(root: Path) -> str:
+    paths = sorted((root / "results").glob("calibration-*.json"))
+    starts = [
+        start
+        for path in paths
+        for start in json.loads(path.read_text())["starts"].values()
+    ]
 
     def off(key: str) -> float:
         def read(start: dict[str, Any], where: str) -> float:
@@ -337,7 +363,7 @@ def h200_prediction(root: Path) -> str:
 
     return (
         f"KV cache within {100 * off('kv_cache'):.3f} %, "
-        f"graph memory within {100 * off('graphs'):.1f} %"
+        f"graph memory within {100 * off('graphs'):.1f} %, {len(starts)} patched starts"
     )
 
 
@@ -362,14 +388,17 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "hybrid-launches": hybrid_launches,
     "real-cards": lambda root: real_cards(root, "config exact, same release"),
     "pinning": pinning,
-    "h200-starts": h200_starts,
-    "h200-steps-dense": lambda root: h200_steps(root, "dense"),
-    "h200-steps-experts": lambda root: h200_steps(root, "moe"),
-    "h200-kv-cache": lambda root: h200_kv_cache(root, extensible=False),
-    "h200-kv-cache-extensible": lambda root: h200_kv_cache(root, extensible=True),
-    "h200-left": h200_left,
-    "h200-tests": h200_tests,
-    "h200-prediction": h200_prediction,
+    "gpu-starts": lambda root: gpu_starts(root, warm=True),
+    "gpu-starts-cold": lambda root: gpu_starts(root, warm=False),
+    "gpu-steps-dense": lambda root: gpu_steps(root, "dense"),
+    "gpu-steps-experts": lambda root: gpu_steps(root, "moe"),
+    "gpu-sleep-first": lambda root: gpu_sleep(root, 1, first=True),
+    "gpu-sleep-later": lambda root: gpu_sleep(root, 1, first=False),
+    "gpu-sleep-level-2": lambda root: gpu_sleep(root, 2, first=False),
+    "gpu-kv-cache": lambda root: gpu_kv_cache(root, extensible=False),
+    "gpu-kv-cache-extensible": lambda root: gpu_kv_cache(root, extensible=True),
+    "gpu-tests": gpu_tests,
+    "gpu-prediction": gpu_prediction,
     "limit-per-step": limit_per_step,
 }
 
