@@ -218,7 +218,7 @@ def move_as(phase: str, size: Any) -> None:
     }
     moved: list[Any] = []
 
-    def move() -> None:
+    def move(*_: Any) -> None:
         if phase == "first_graph" and moved:
             return  # Others come by the same way.
         moved.append(size)
