@@ -38,7 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
     ),
     "simple": connector("SimpleCPUOffloadConnector", **HOST),
     "files": connector("ExampleConnector", **FILES),
-    "filled": connector("DecodeBenchConnector"),
+    # Not with each request: how many blocks it fills then, a kernel says.
+    "filled": connector("DecodeBenchConnector", startup_fill=True),
     "several": connector(
         "MultiConnector",
         connectors=[

@@ -189,4 +189,6 @@ WAYS = {way.__name__: way for way in (unsloth_standby, omni_worker, verl_extensi
 
 if __name__ == "__main__":
     sys.path.append(str(LIBRARIES))
+    # Not those of the other packages: a plugin of vLLM's is loaded if it is there.
+    os.environ["VLLM_PLUGINS"] = "vgpu_block_ids"
     derived.main(WAYS)
