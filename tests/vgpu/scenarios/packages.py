@@ -120,6 +120,25 @@ def verl_extension() -> dict[str, Any]:
     return {"classes": given, "replaced": replaced, "tokens": derived.serve(llm)}
 
 
+def lmcache_connector() -> dict[str, Any]:
+    """LMCache's connector, with a backend in the memory of the host. Its kernels for
+    CUDA are made for another PyTorch: it copies with PyTorch's instead."""
+    os.environ["LMCACHE_LOCAL_CPU"] = "True"
+    os.environ["LMCACHE_MAX_LOCAL_CPU_SIZE"] = "0.1"
+    os.environ["LMCACHE_CHUNK_SIZE"] = "16"
+    told = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    with stand_ins(
+        "aiofile", "aiofiles", "awscrt", "cufile", "grpc_observability", "redis",
+        "cupy",
+    ):  # fmt: skip
+        llm = derived.engine(
+            kv_transfer_config=told,
+            kv_cache_memory_bytes=64 << 20,
+            disable_hybrid_kv_cache_manager=True,
+        )
+        return {"tokens": [derived.serve(llm), derived.serve(llm)]}
+
+
 class Anything(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -184,7 +203,10 @@ def stand_ins(*names: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
-WAYS = {way.__name__: way for way in (unsloth_standby, omni_worker, verl_extension)}
+WAYS = {
+    way.__name__: way
+    for way in (unsloth_standby, omni_worker, verl_extension, lmcache_connector)
+}
 
 
 if __name__ == "__main__":
