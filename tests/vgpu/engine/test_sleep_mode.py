@@ -133,7 +133,10 @@ def test_updating_weights_ends_where_it_began(
     before, rounds = result["before"], result["rounds"]
     asleep = rounds[0]["asleep"]
     assert asleep < before["awake"] // 4
-    assert rounds == 25 * [before | {"asleep": asleep}]
+    # Pages are kept for the next sleep, and no more with each.
+    kept = rounds[0]["pinned"]
+    assert rounds == 25 * [before | {"asleep": asleep, "pinned": kept}]
+    assert kept - before["pinned"] < before["recorded"] // 16
     assert result["reloaded"]
 
 
