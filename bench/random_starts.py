@@ -64,7 +64,7 @@ HIDDEN = {'nvml_errors."nvmlDeviceGet*RunningProcesses*"': "NoPermission"}
 class Start:
     seed: str
     name: str
-    scenario: str  # "starts" or "ranks"
+    scenario: str  # "start_each" or "ranks"
     case: dict[str, Any]  # of scenarios/start.py or scenarios/ranks.py
     ours: dict[str, Any]  # arguments of LLM that the release has not
 
@@ -125,7 +125,7 @@ def draw(seed: int, number: int, card: dict[str, Any]) -> Start:
     words += company(rng, case, share, memory)
     if rng.random() < 0.25:
         words.append(asked_otherwise(rng, llm, ours, share, memory))
-    scenario = "ranks" if ranks else "starts"
+    scenario = "ranks" if ranks else "start_each"
     name = ", ".join(words)
     return Start(f"{seed}.{number}", name, scenario, case | {"llm": llm}, ours)
 
@@ -205,7 +205,7 @@ def asked_otherwise(
 
 
 def of_scenario(starts: list[Start]) -> Iterator[tuple[str, list[Start]]]:
-    for scenario in "starts", "ranks":
+    for scenario in "start_each", "ranks":
         if some := [start for start in starts if start.scenario == scenario]:
             yield scenario, some
 
