@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.result import BEGINS, read_result
 from bench.virtual import environment_of
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
@@ -294,8 +295,8 @@ class Conversation:
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                self._lines.put(line.removeprefix("RESULT "))
+            if line.startswith(BEGINS):
+                self._lines.put(line)
             else:
                 self._log.write(line)
         self._lines.put(None)
@@ -346,9 +347,9 @@ class Conversation:
             why = "it ended"
             if line is None:
                 self._lines.put(None)  # for who asks again
-        if line is None:
+        found = read_result(line) if line is not None else None
+        if found is None:
             return {"outcome": "no result", "error": f"{why}\n{self._end_of_log()}"}
-        found: dict[str, Any] = json.loads(line)
         return found
 
     def wait(self, limit: float) -> str:

@@ -29,7 +29,7 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -335,6 +335,16 @@ def in_turn(number: int) -> list[str]:
     return list(VLLMS if number % 2 else reversed(VLLMS))
 
 
+def both_end(
+    machine: Machine, unpatched: Result, patched: Result, act: str, outcome: str
+) -> Generator[Check, None, bool]:
+    """Whether the times of both can be judged: with kernels, and an outcome of each."""
+    outcomes = [result["outcome"] for result in (unpatched, patched)]
+    for vllm, found in zip(VLLMS, outcomes, strict=True):
+        yield f"{vllm}: {act}", found, found == outcome
+    return not machine.virtual and outcomes == [outcome] * len(VLLMS)
+
+
 @dataclass(frozen=True)
 class Ratios:
     """Ours by theirs, in pairs."""
@@ -444,12 +454,11 @@ def sleep_cycles(
 def sleeps_as_fast(
     machine: Machine, unpatched: Result, patched: Result
 ) -> Iterator[Check]:
-    results = {"unpatched": unpatched, "patched": patched}
-    for vllm, result in results.items():
-        yield f"{vllm}: sleeps", result["outcome"], result["outcome"] == "slept"
+    timed = yield from both_end(machine, unpatched, patched, "sleeps", "slept")
+    for vllm, result in zip(VLLMS, (unpatched, patched), strict=True):
         lost = [c["cycle"] for c in result["cycles"] if not c.get("kept", True)]
         yield f"{vllm}: level 1 keeps what it offloads; cycles", lost, not lost
-    if machine.virtual or not all(r["outcome"] == "slept" for r in results.values()):
+    if not timed:
         return
     for level in CYCLES:
         for part, wanted in (("first", 1.0), ("later", 0.8)):
@@ -523,10 +532,7 @@ def first_tokens(
 def answers_as_fast(
     machine: Machine, unpatched: Result, patched: Result
 ) -> Iterator[Check]:
-    results = {"unpatched": unpatched, "patched": patched}
-    for vllm, result in results.items():
-        yield f"{vllm}: serves", result["outcome"], result["outcome"] == "started"
-    if machine.virtual or not all(r["outcome"] == "started" for r in results.values()):
+    if not (yield from both_end(machine, unpatched, patched, "serves", "started")):
         return
     for prompts in PROMPTS:
         ours, theirs = (r["first tokens"].get(prompts) for r in (patched, unpatched))
@@ -580,10 +586,7 @@ def starts(
 def starts_as_fast(
     machine: Machine, unpatched: Result, patched: Result
 ) -> Iterator[Check]:
-    results = {"unpatched": unpatched, "patched": patched}
-    for vllm, result in results.items():
-        yield f"{vllm}: starts", result["outcome"], result["outcome"] == "started"
-    if machine.virtual or not all(r["outcome"] == "started" for r in results.values()):
+    if not (yield from both_end(machine, unpatched, patched, "starts", "started")):
         return
     theirs = unpatched["starts"]
     for way, wanted in (("", 1.0), ("extensible", 0.85)):

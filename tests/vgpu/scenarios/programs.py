@@ -18,11 +18,11 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.scenarios.result import print_result
+from tests.vgpu.scenarios import pools
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
@@ -133,23 +133,13 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     import torch
     from vllm import device_allocator
-    from vllm.device_allocator.cumem import CuMemAllocator
 
     from vgpu import control
 
-    torch.cuda.mem_get_info()  # a context
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")
-    allocator = CuMemAllocator.get_instance()
+    allocator = pools.loading_allocator()
     between_modules = getattr(
         device_allocator, "sweep_pool_under_pressure", lambda needed: None
     )
-
-    @contextlib.contextmanager
-    def plain_pool() -> Iterator[None]:
-        pool = torch.cuda.MemPool(allocator._get_pluggable_allocator()._allocator)
-        with torch.cuda.use_mem_pool(pool):
-            yield
-        del pool
 
     def lives(program: Program, pool: contextlib.AbstractContextManager[Any]) -> bool:
         assert control.used() == control.other()
@@ -184,7 +174,7 @@ def main() -> None:
 
     def outcome(program: Program) -> str:
         results = []
-        for pool in (allocator.use_memory_pool("weights"), plain_pool()):
+        for pool in (allocator.use_memory_pool("weights"), pools.plain_pool(allocator)):
             results.append(lives(program, pool))
             torch.cuda.set_per_process_memory_fraction(1.0)
             gc.collect(0)

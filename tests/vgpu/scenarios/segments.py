@@ -7,11 +7,10 @@ with references, and in use_memory_pool().
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from bench.scenarios.result import print_result
+from tests.vgpu.scenarios import pools
 
 MIB = 2**20
 ROWS = {
@@ -25,21 +24,11 @@ ROWS = {
 
 def main() -> None:
     import torch
-    from vllm.device_allocator.cumem import CuMemAllocator
 
-    torch.cuda.mem_get_info()  # a context
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")
-    allocator = CuMemAllocator.get_instance()
+    allocator = pools.loading_allocator()
 
     def empty(size: int) -> Any:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-    @contextlib.contextmanager
-    def held_pool() -> Iterator[None]:
-        pool = torch.cuda.MemPool(allocator._get_pluggable_allocator()._allocator)
-        with torch.cuda.use_mem_pool(pool):
-            yield
-        del pool
 
     def idle_after_failing(sizes: list[int]) -> int:
         """Idle MiB after the request failed; 0 if it was served."""
@@ -57,7 +46,7 @@ def main() -> None:
 
     result: dict[str, dict[str, int]] = {"held": {}, "pool": {}}
     for row, sizes in ROWS.items():
-        with held_pool():
+        with pools.plain_pool(allocator):
             result["held"][row] = idle_after_failing(sizes)
         torch.cuda.empty_cache()
         with allocator.use_memory_pool("weights"):
