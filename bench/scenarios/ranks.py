@@ -23,6 +23,7 @@ from typing import Any
 from bench.scenarios import start
 from bench.scenarios.on_the_host import inspect_models_here, warm_up_few_batches
 from bench.scenarios.result import print_result
+from bench.scenarios.start_each import import_vllm
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -62,7 +63,7 @@ RAY = Path(__file__).resolve().parents[2] / "build/ray"
 
 
 def main() -> None:
-    sys.modules["flashinfer"] = None  # type: ignore[assignment]
+    import_vllm()  # once for all engines
     for case in json.loads(sys.argv[1]):
         assert case.keys() <= DEFAULTS.keys(), case
         for result in engines(DEFAULTS | case):

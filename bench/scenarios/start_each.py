@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.result import print_result
+from vgpu import frozen
 
 # What a start imports; the rest takes little time.
 IMPORTED = [
@@ -40,6 +41,9 @@ def import_vllm() -> None:
     sys.modules["flashinfer"] = None  # type: ignore[assignment]
     for name in IMPORTED:
         importlib.import_module(name)
+    if "VGPU_RUN" in os.environ:  # on a GPU, a start is as a user's
+        frozen.freeze()
+        frozen.keep()
 
 
 def main() -> None:
