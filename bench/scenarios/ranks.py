@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import start
-from bench.scenarios.on_the_host import inspect_models_here, warm_up_few_batches
+from bench.scenarios.on_the_host import (
+    compute_on_host,
+    inspect_models_here,
+    warm_up_few_batches,
+)
 from bench.scenarios.result import print_result
 from bench.scenarios.start_each import import_vllm
 
@@ -172,6 +176,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
 
     inspect_models_here()
     warm_up_few_batches()
+    compute_on_host(models.MODELS[case["model"]], case["llm"])
     for device, size in enumerate(case["held"]):
         control.other_process(size, device)
     if case["fails"]:
