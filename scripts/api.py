@@ -8,9 +8,10 @@ parameters, classes with their bases and fields, attributes, constants, imports 
 others may import from there, command-line flags, environment variables, methods of C
 extensions, and the text of messages. A name of one leading underscore counts, too.
 
-A new name is no change, nor are a new keyword-only parameter with a default, a new last
-field, or another decorator. Whatever else is gone or different has its reason in
-changes.toml beside the patches, by file and name; no other name has one.
+A new name is no change, nor are a new keyword-only parameter with a default, a value
+where None was returned, a new last field, or another decorator. Whatever else is gone
+or different has its reason in changes.toml beside the patches, by file and name; no
+other name has one.
 """
 
 from __future__ import annotations
@@ -128,9 +129,12 @@ def holds(name: str, was: str, now: str) -> bool:
 
 
 def keeps_calls(was: str, now: str) -> bool:
-    """Whether all that is new are keyword-only parameters with a default."""
+    """Whether all that is new are keyword-only parameters with a default, and what is
+    returned where nothing was."""
     old, new = (ast.parse(f"def f{text}: pass").body[0] for text in (was, now))
     assert isinstance(old, ast.FunctionDef) and isinstance(new, ast.FunctionDef)
+    if old.returns is not None and ast.unparse(old.returns) == "None":
+        new.returns = old.returns
     known = {argument.arg for argument in old.args.kwonlyargs}
     for argument, default in zip(
         new.args.kwonlyargs[:], new.args.kw_defaults[:], strict=True

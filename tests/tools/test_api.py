@@ -61,6 +61,7 @@ def test_messages_are_found_by_their_words() -> None:
     assert parts(text) == ["Actual usage is", "GiB for weights, of"]
     assert messages("a.py", "raise ValueError(f'{size} does not fit')\n")
     assert keeps_calls("(self)", "(self, *, reason='')")
+    assert keeps_calls("(handle) -> None", "(handle) -> bool")
 
 
 def test_methods_of_an_extension() -> None:
