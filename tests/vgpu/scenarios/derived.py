@@ -268,6 +268,45 @@ class Extension:
         return int(self.rank)  # type: ignore[attr-defined]
 
 
+def own_inits() -> dict[str, Any]:
+    """A worker and an allocator that set what the __init__ of the release sets."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    class OwnAllocator(CuMemAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.current_tag = CuMemAllocator.default_tag
+            self.pointer_to_data = {}
+            self.allocator_and_pools: dict[str, Any] = {}
+            self.python_malloc_callback = self._python_malloc_callback
+            self.python_free_callback = self._python_free_callback
+
+    class OwnInit(Worker):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, **more: Any) -> None:
+            WorkerBase.__init__(self, vllm_config, **more)
+            self.use_v2_model_runner = False
+            self.elastic_ep_executor = ElasticEPScalingExecutor(self)
+            self.worker_sentinel = self.weight_transfer_engine = self.profiler = None
+            self._sleep_saved_buffers: dict[str, Any] = {}
+            self._sleep_saved_parameters: dict[str, Any] = {}
+            self._sleep_saved_draft_buffers: dict[str, Any] = {}
+            self._sleep_rebuild_draft_metadata_buffers = False
+            self._weight_update_active = self._weight_update_is_draft = False
+            self.profiler_config = vllm_config.profiler_config
+            self._pp_send_work: list[Any] = []
+            self._sleep_mode_backend = None
+
+    CuMemAllocator.instance = OwnAllocator()
+    llm = start(OwnInit, enable_sleep_mode=True)
+    tokens = serve(llm)
+    llm.sleep(1)
+    asleep = CuMemAllocator.instance.get_current_usage()
+    llm.wake_up()
+    return {"tokens": [tokens, serve(llm)], "asleep": asleep > 0, "blocks": blocks(llm)}
+
+
 def sleep_cycles() -> dict[str, Any]:
     """SkyRL's weight synchronization, which keeps the KV cache alone, and TRL's, which
     keeps nothing: the weights are written between two parts of waking up."""
@@ -379,6 +418,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         own_measure,
         hooks_append,
         extension_and_plugin,
+        own_inits,
         sleep_cycles,
         texts,
         engine_dead,
