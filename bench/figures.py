@@ -336,11 +336,12 @@ def gpu_tests(root: Path) -> str:
 
 
 def limit_per_step(root: Path) -> str:
-    """The settings of a limit in bytes, by the fastest step on a GPU."""
+    """The settings of a limit in bytes in a caller's process, by the fastest step on a
+    GPU."""
     settings = [
         float(row[5])
         for row in table(root / SERVING, "| model | limit |")
-        if row[1] == "in bytes"
+        if row[1] == "in bytes, a caller's process"
     ]
     fastest = min(stock["ms_per_step"] for _, _, stock, _ in cases(root)
                   if "ms_per_step" in stock)  # fmt: skip

@@ -1,9 +1,10 @@
 """The host's time for a step, stock and patched, on the virtual device.
 
 Kernels take no time there, so this is the host's part alone. A step of a worker is two
-calls, execute_model and sample_tokens, around each of which the patches set and
-restore PyTorch's limits. Prints a Markdown table: processor time of a step that decodes
-16 sequences with CUDA graphs, the least of rounds in turn, and the settings' part.
+calls, execute_model and sample_tokens. In a caller's process a limit in bytes is set
+and restored around each, in one of vLLM's own once. Prints a Markdown table: processor
+time of a step that decodes 16 sequences with CUDA graphs, the least of rounds in turn,
+and the part of what the patches put around the calls.
 Rounds differ by more than the settings take, on a machine that does anything else;
 the calls of Python and C do not.
 """
@@ -21,10 +22,14 @@ from scripts.release import Base
 GIB = 1 << 30
 DEVICE = {"memory": 16 * GIB, "context": 300 << 20}
 CALLS = 2  # of a worker in a step
+MODELS = ("dense", "moe")
+CALLERS = "in bytes, a caller's process"
+WAYS = ("stock", "", "in bytes", CALLERS)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="of 200 steps, each way")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--turns", type=int, default=3, help="starts of each way")
 
 
@@ -34,36 +39,35 @@ def main(args: argparse.Namespace) -> None:
     names += ["share", "stock, calls", "patched, calls"]
     print(f"| {' | '.join(names)} |")
     print(f"| {' | '.join(['---'] * len(names))} |")
-    for model in ("dense", "moe"):
-        for limited in (False, True):
-            rounds: dict[str, list[float]] = {site: [] for site in SITES}
-            settings: list[float] = []
-            calls: dict[str, float] = {}
-            for _ in range(args.turns):
-                for site in SITES:
-                    case = one(model, limited and site == "envelope", args.rounds)
-                    found = results(
-                        base, site, DEVICE, "step_cost", json.dumps(case), config=HOOKS
-                    )
-                    *decoded, last = found
-                    rounds[site] += [result["milliseconds"] for result in decoded]
-                    calls[site] = last["calls"]
-                    if site == "envelope":
-                        settings.append(CALLS * last["microseconds"] / 1000)
-            theirs, ours = (min(rounds[site]) for site in SITES)
-            spent = min(settings)
-            cells = [model, "in bytes" if limited else "", f"{theirs:.3f}"]
-            cells += [f"{ours:.3f}", f"{ours / theirs:.3f}", f"{spent:.4f}"]
-            cells += [f"{spent / ours:.2%}", *(f"{calls[s]:.0f}" for s in SITES)]
+    for model in args.models:
+        rounds: dict[str, list[float]] = {way: [] for way in WAYS}
+        settings: dict[str, list[float]] = {way: [] for way in WAYS}
+        calls: dict[str, float] = {}
+        for _ in range(args.turns):
+            for way in WAYS:
+                site = SITES[way != "stock"]
+                case = json.dumps(one(model, way, args.rounds))
+                found = results(base, site, DEVICE, "step_cost", case, config=HOOKS)
+                *decoded, last = found
+                rounds[way] += [result["milliseconds"] for result in decoded]
+                calls[way] = last["calls"]
+                settings[way].append(CALLS * last["microseconds"] / 1000)
+        stock = min(rounds["stock"])
+        for way in WAYS[1:]:
+            ours, spent = min(rounds[way]), min(settings[way])
+            cells = [model, way, f"{stock:.3f}", f"{ours:.3f}", f"{ours / stock:.3f}"]
+            cells += [f"{spent:.4f}", f"{spent / ours:.2%}"]
+            cells += [f"{calls[w]:.0f}" for w in ("stock", way)]
             print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\n{recorded(args.root)}")
 
 
-def one(model: str, limited: bool, rounds: int) -> dict[str, Any]:
+def one(model: str, way: str, rounds: int) -> dict[str, Any]:
     llm: dict[str, Any] = {"gpu_memory_utilization": 0.4}
-    if limited:
+    if way.startswith("in bytes"):
         llm["gpu_memory_limit_bytes"] = 6 * GIB
-    return {"model": model, "graphs": True, "llm": llm, "rounds": rounds}
+    case = {"model": model, "graphs": True, "llm": llm, "rounds": rounds}
+    return case | {"caller": way == CALLERS}
 
 
 if __name__ == "__main__":

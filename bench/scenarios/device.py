@@ -78,6 +78,11 @@ def calls() -> dict[str, int] | None:
     return {pattern: control.made(pattern) for pattern in CALLS}
 
 
+def nvml_initializations() -> int | None:
+    """How often this process initialized NVML; a GPU does not count them."""
+    return control.made("nvmlInit*") if VIRTUAL else None
+
+
 def other_process(size: int, index: int = 0) -> None:
     """Let another process take `size` bytes, or release as many if it is negative."""
     if VIRTUAL:
