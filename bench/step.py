@@ -4,7 +4,8 @@ Kernels take no time there, so this is the host's part alone. A step of a worker
 calls, execute_model and sample_tokens. In a caller's process a limit in bytes is set
 and restored around each, in one of vLLM's own once. Prints a Markdown table: processor
 time of a step that decodes 16 sequences with CUDA graphs, the least of rounds in turn,
-and the part of what the patches put around the calls.
+the part of what the patches put around the calls, and how often NVML was initialized
+until the engine had started.
 Rounds differ by more than the settings take, on a machine that does anything else;
 the calls of Python and C do not.
 """
@@ -36,13 +37,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     names = ["model", "limit", "stock, ms", "patched, ms", "ratio", "settings, ms"]
-    names += ["share", "stock, calls", "patched, calls"]
+    names += ["share", "stock, calls", "patched, calls", "nvmlInit, both"]
     print(f"| {' | '.join(names)} |")
     print(f"| {' | '.join(['---'] * len(names))} |")
     for model in args.models:
         rounds: dict[str, list[float]] = {way: [] for way in WAYS}
         settings: dict[str, list[float]] = {way: [] for way in WAYS}
         calls: dict[str, float] = {}
+        nvml: dict[str, int] = {}
         for _ in range(args.turns):
             for way in WAYS:
                 site = SITES[way != "stock"]
@@ -50,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
                 found = results(base, site, DEVICE, "step_cost", case, config=HOOKS)
                 *decoded, last = found
                 rounds[way] += [result["milliseconds"] for result in decoded]
-                calls[way] = last["calls"]
+                calls[way], nvml[way] = last["calls"], last["nvml_initializations"]
                 settings[way].append(CALLS * last["microseconds"] / 1000)
         stock = min(rounds["stock"])
         for way in WAYS[1:]:
@@ -58,6 +60,7 @@ def main(args: argparse.Namespace) -> None:
             cells = [model, way, f"{stock:.3f}", f"{ours:.3f}", f"{ours / stock:.3f}"]
             cells += [f"{spent:.4f}", f"{spent / ours:.2%}"]
             cells += [f"{calls[w]:.0f}" for w in ("stock", way)]
+            cells += [f"{nvml['stock']}, {nvml[way]}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\n{recorded(args.root)}")
 
