@@ -1,9 +1,9 @@
 """Start engines in three ways: stock, patched with an estimate of CUDA graphs, and
 patched with a KV cache that is extended after they are captured
-(--enable-extensible-kv-cache). Compared are the KV cache, what is left of the request,
-and the processor time of a start without Triton's autotuning, which lasts a fixed time.
-Prints a Markdown table; every start is a process on a virtual device (bench/scenarios),
-in the same run.
+(--enable-extensible-kv-cache). Compared are the KV cache, the unused part of the
+request, and the processor time of a start without Triton's autotuning, which lasts a
+fixed time. Prints a Markdown table; every start is a process on a virtual device
+(bench/scenarios), in the same run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def start(base: Base, way: str, cases: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def kv(result: dict[str, Any]) -> int:
-    """Bytes; the release has no report, and says what it found available."""
+    """Bytes; the release has no report, and logs the available memory."""
     return int(result["report"]["kv_cache"] if "report" in result else result["kv"])
 
 

@@ -4,8 +4,8 @@ Another process holds all else. Patched has its default reserve for fragmentatio
 --buffers measures the need of each load instead. The table says how many die, in
 how many steps PyTorch gives back pages to go on, and how many, as the device counts.
 
-With --alone nobody holds anything: what the process holds in the end and at most, and
-what its steps ask of the device, the first and the last half of them.
+With --alone nobody holds anything: memory of the process in the end and at most, and
+driver calls of its steps, for the first and the last half of them.
 
 The second table has the calls of a step by the tokens that it computes, and the time
 that the model below gives them.
@@ -30,8 +30,8 @@ DEVICE = {"memory": 48 << 30}
 SIZES = (256, 2048, 1 << 30)  # tokens of a step, at most
 # Microseconds. The driver's virtual memory calls: vAttention (ASPLOS 2025), "latency of
 # CUDA APIs", pages of 2 MiB; PyTorch's allocator says that a page of 20 MiB takes as
-# long. malloc and free: what they do by those calls. What is synchronized waits for
-# the kernels before it, which no device here has: none of that is in the model.
+# long. malloc and free: the sum of those calls. Synchronized calls wait for the kernels
+# before them, which no device here has: none of that is in the model.
 MICROSECONDS = {
     "malloc": 71,
     "free": 58,
@@ -63,7 +63,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--buffers",
         type=int,
         nargs="+",
-        help="MiB to try: what each load needs of them",
+        help="MiB to try: the smallest that each load needs",
     )
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (all)")
 

@@ -3,7 +3,7 @@
 Batches are prefills of prompts of 16 tokens, on the virtual device. A pair is a process
 of either: the least processor time of its builds. Prints a Markdown table: medians over
 the pairs, the quartiles of their ratio, and launches, which are the same in each run.
-"Room" is what is set aside beyond the profiled prefill: the more, the fewer groups.
+"Room" is the reserve beyond the profiled prefill: the more, the fewer groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Say what a model will take of a GPU before there is one: vLLM's own engine starts,
+"""Predict the GPU memory of a model before there is a GPU: vLLM's own engine starts,
 with dummy weights, on a virtual card.
 
-Prints a table: weights, activations, what is outside of PyTorch, CUDA graphs, the KV
+Prints a table: weights, activations, memory outside of PyTorch, CUDA graphs, the KV
 cache in bytes and tokens, and how many requests of full length it holds at once. If it
 does not fit, changes of flags that help are tried, each by a start. --sweep starts for
 each of many values of a flag, or on many GPUs.
@@ -118,7 +118,7 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[Plan]:
 
 
 def simulate_again(args: argparse.Namespace, folder: Path) -> Plan:
-    """The start that a report is of, beside what it says."""
+    """The start that a report is of, next to the report."""
     try:
         report = json.loads(args.report.read_text())
         again = asked_by(report, args, folder)
@@ -187,7 +187,7 @@ def asked_by(report: Any, args: argparse.Namespace, folder: Path) -> Asked:
 
 
 def device_of(report: Mapping[str, Any]) -> dict[str, object]:
-    """Settings of a virtual device that tells what the report's card told."""
+    """Settings of a virtual device with the figures of the report's card."""
     totals = {source["source"]: source["total"] for source in report["sources"]}
     known = [total for total in totals.values() if total]
     torch_sources = [totals.get("mem_get_info"), totals.get("device properties")]
@@ -201,7 +201,7 @@ def device_of(report: Mapping[str, Any]) -> dict[str, object]:
         "nvml_total": totals.get("NVML"),
         "context": held,
         "other": max(0, total - free - held),
-        # How many there were is not told: the first takes what the driver took.
+        # Their number is not in the report: the first takes all of the driver's memory.
         "first_graph": graphs - (report["cuda_graphs_torch"] or 0),
     } | dict(report["card"])
     return {key: value for key, value in settings.items() if value is not None}
@@ -342,7 +342,7 @@ def changes(plan: Plan) -> Iterator[list[str]]:
 
 
 def larger_request(plan: Plan, given: str) -> list[str] | None:
-    """More of the card, by the flag that bounds what is requested; None: all that
+    """More of the card, by the flag that bounds the request; None: all that
     may be is."""
     result = plan.result
     held, requested = (result.get(k, 0) for k in ("non_torch_before", "requested"))

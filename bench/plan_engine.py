@@ -96,7 +96,7 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
 
 
 class Dropped(Exception):
-    """vLLM would start with another model than what was asked for, without a word."""
+    """vLLM would start with another model than the requested one, without a word."""
 
 
 def dropped(

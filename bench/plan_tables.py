@@ -88,7 +88,7 @@ def verdict(sweep: str, labels: Sequence[str], plans: Sequence[Plan]) -> str:
 
 
 def beside(plan: Plan, report: Mapping[str, Any]) -> str:
-    """What the report says, beside what is predicted."""
+    """The figures of the report, next to the predicted ones."""
     said = dict(report["in_use"]) | dict(report["set_aside"])
     predicted = (
         plan.result["in_use"] | plan.set_aside()

@@ -22,8 +22,8 @@ PHASES = {
 
 
 def watch(result: dict[str, Any], told: Path) -> None:
-    """Note what the first worker measures. Of several ranks it is a process of its own,
-    and writes that to a file."""
+    """Note the measurements of the first worker. Of several ranks it is a process of
+    its own, and writes them to a file."""
     from vllm.v1.worker import gpu_worker
 
     measured = Measured(result)
@@ -53,7 +53,7 @@ def watch_phase(
     result: dict[str, Any],
     told: Path,
 ) -> None:
-    """Print that a phase of the first worker begins, and `note` what it did."""
+    """Print that a phase of the first worker begins, and `note` its result."""
     method = getattr(owner, name)
 
     def phase(worker: Any, *args: Any, **options: Any) -> Any:
@@ -151,7 +151,7 @@ def weights_of(config: Any, error: BaseException) -> dict[str, int]:
     empty: nobody knows."""
     import torch
 
-    traceback.clear_frames(error.__traceback__)  # they hold what was loaded
+    traceback.clear_frames(error.__traceback__)  # they hold loaded tensors
     gc.collect()
     torch.accelerator.empty_cache()
     with contextlib.suppress(Exception):
@@ -174,7 +174,7 @@ def weights_of(config: Any, error: BaseException) -> dict[str, int]:
 
 def in_eight_bits(model: Any) -> int:
     """Bytes that its parameters take with --quantization fp8, which leaves embeddings,
-    the head and what is no matrix as they are."""
+    the head and all but matrices as they are."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding,
     )

@@ -1,6 +1,6 @@
-"""Replay the runs on real cards that others have published (results/real-cards) on
-the virtual device, each with its release of vLLM, and write how far the predictions are
-from what they logged: docs/plan-against-real-cards.md.
+"""Replay the runs on real cards that others have published (results/real-cards) on the
+virtual device, each with its release of vLLM, and write how far the predictions are
+from their logs: docs/plan-against-real-cards.md.
 
 A run whose release has no environment here is replayed with the nearest that has one,
 and marked. --results keeps the result of each start, and reads it again unless --again
@@ -80,7 +80,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="pattern: runs whose id has it")
     parser.add_argument("--again", action="store_true", help="start all of them")
     parser.add_argument(
-        "--results", type=Path, help="folder of what each start told "
+        "--results", type=Path, help="folder of the results of each start "
         "(build/bench-plan)",
     )  # fmt: skip
     parser.add_argument("--page", type=Path, help="file to write")
@@ -144,7 +144,7 @@ class Row:
         return float(predicted - published)
 
     def share(self, quantity: Quantity) -> float | None:
-        """The error by what was published."""
+        """The error relative to the published figure."""
         error = self.error(quantity)
         return None if error is None else error / float(self.run[quantity.published])
 
@@ -210,7 +210,7 @@ def asked(run: dict[str, Any], root: Path, release: Release, folder: Path) -> As
     if gpu is None:
         raise Problem(f"{run['gpu']}: no profile is known.")
     device: dict[str, object] = {}
-    if "16 GB" in run["gpu"]:  # no card's profile: what the run itself tells
+    if "16 GB" in run["gpu"]:  # no card's profile: the figures of the run
         total, free = run["gpu_total_gib"], run["gpu_free_at_start_gib"]
         device = {
             "memory": f"{total}GiB",

@@ -6,7 +6,7 @@ a moment or for good, hidden from NVML or not, a caller's tensors, a thread that
 allocates. Some engines have several ranks (TP, DP with experts, DCP), whose company is
 a neighbour. Each serves its largest batches while another process holds all that was
 not requested, and no batch may name a block that is not mapped (block_ids.py). Of
-several ranks, the release has what it takes to serve.
+several ranks, the release has as much memory as it needs to serve.
 
 Ours is worse if it does not start or serve where the release does, takes more than its
 request, or has a KV cache that is over 128 MiB smaller, unless the release is above its
@@ -33,7 +33,7 @@ from scripts.release import Base
 
 MIB, GIB = 1 << 20, 1 << 30
 ALLOWED = 128 * MIB
-# With what each needs; a long name is drawn as often as a short one.
+# With the needs of each; a long name is drawn as often as a short one.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "moe": {},

@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def weights_fit(self) -> bool:
-        """False: the weights alone are more than what is requested."""
+        """False: the weights alone exceed the request."""
         weights = self.result.get("weights") or 0
         return self.fits or weights <= self.result.get("requested", weights)
 
@@ -176,7 +176,8 @@ def simulate(asked: Asked, folder: Path, label: str = "") -> Plan:
 
 
 def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
-    """What plan_engine.py tells; `own` is where the start keeps what it compiles.
+    """The result of plan_engine.py; `own` is the folder of the start's compiled
+    kernels.
 
     Raises:
         Problem: it ended for another reason than memory, or said nothing.
@@ -285,7 +286,7 @@ def about_memory(result: Mapping[str, Any]) -> bool:
 
 
 def plainly(error: str) -> str:
-    """The one line of an error that says what is wrong."""
+    """The one line of an error that names the fault."""
     error = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", error)
     error = error.partition(" [type=")[0]
     return f"vLLM refuses to start: {error[:600]}"

@@ -1,7 +1,7 @@
 """Test a library that slices a GPU, as HAMi-core does: it is preloaded, and programs,
 PyTorch's allocators and engines take as much of a virtual device as they can get.
 
-Prints what each source says, and a row a program: what the process held at most, and
+Prints the figure of each source, and a row per program: the process's peak, and
 whether that stayed within the slice and was refused as memory is (CUDA's error 2).
 """
 
@@ -144,7 +144,7 @@ def slice_of(library: Path, size: int, folder: Path) -> dict[str, str]:
 
 
 def judged(result: dict[str, Any], size: int, case: dict[str, Any]) -> tuple[int, str]:
-    """What was held at most, and whether the slice held."""
+    """The peak, and whether the slice held."""
     if "ended" in result:
         return 0, str(result["ended"])
     if "outcome" in result:
@@ -164,7 +164,7 @@ def judged(result: dict[str, Any], size: int, case: dict[str, Any]) -> tuple[int
 
 
 def says(name: str, result: dict[str, Any]) -> None:
-    """A table of what each source says, where the sources could be asked."""
+    """A table of the sources' figures, where they could be asked."""
     if "first" not in result:
         return
     print(f"\n{name}, in MiB:\n\n| | truth | mem_get_info | properties | NVML |")

@@ -1,5 +1,5 @@
 """Start engines at many utilizations, stock and patched: the peak of each start
-by what it requested, and its estimate of CUDA graphs.
+relative to its request, and its estimate of CUDA graphs.
 
 Prints a Markdown table; --picture writes the same as SVG. Every start is a process on
 a virtual device, forked from one that has imported vLLM (bench/scenarios).
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def grid_options(parser: argparse.ArgumentParser) -> None:
-    """Options for what is started: see grid()."""
+    """Options for the started cases: see grid()."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
     parser.add_argument("--first", type=int, default=10, help="utilization, percent")

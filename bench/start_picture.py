@@ -1,5 +1,5 @@
-"""Draw what starts took of what they requested, as SVG: a strip for each model and
-runner, from the table that `make bench-start` prints.
+"""Draw the peaks of starts relative to their requests, as SVG: a strip for each model
+and runner, from the table that `make bench-start` prints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TABLE, PICTURE = "docs/data/start-within-the-budget.md", "docs/start-peaks.svg"
 CELLS = 11
 COLORS = dict(zip(SITES, ("#c33", "#37b"), strict=True))
 WIDTH, LEFT, RIGHT, TOP, STRIP = 720, 118, 650, 112, 34
-# Peak by requested at LEFT and at RIGHT; what is above is a triangle with its figure.
+# Peak by requested at LEFT and at RIGHT; a larger one is a triangle with its figure.
 LOW, HIGH = 0.6, 1.2
 
 

@@ -69,7 +69,7 @@ def measured(
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in turns(pairs):
         for way in WAYS:
-            # The first warms what is cached on disk.
+            # The first warms the caches on disk.
             _, *results = start(base, way, [case] * (turn + 1))
             for result in results:
                 if result["outcome"] != "started":

@@ -243,12 +243,12 @@ class Row:
         return bool(self.of(site)["outcome"] == "started")
 
     def ratio(self, site: str) -> float:
-        """Peak by requested; what the process held before the start is in neither."""
+        """Peak by requested; memory held before the start is in neither."""
         peak = self.of(site).get("process_peak", MEMORY)
         return float(peak) / requested(self.start.percent)
 
     def lives(self, site: str) -> bool:
-        """Whether it serves the largest batches within what was requested."""
+        """Whether it serves the largest batches within its request."""
         return bool(self.of(site).get("served") == "lives")
 
     def within(self, site: str) -> bool:

@@ -74,7 +74,7 @@ class Suggestion:
 def suggestions(
     base: Base, cases: list[dict[str, Any]], site: str
 ) -> list[list[Suggestion]]:
-    """For each case one of what was requested, and one of the device."""
+    """For each case one for the request, and one for the device."""
     first = starts(base, cases, site)
     again = [
         asked | {"llm": asked["llm"] | {"kv_cache_memory_bytes": size}}

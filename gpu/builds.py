@@ -154,7 +154,7 @@ class Builds:
     def run(
         self, module: str, arguments: list[str], vllm: str, folder: Path, limit: float
     ) -> dict[str, Any]:
-        """What a scenario answers, or its "outcome" and "error" where it does not."""
+        """A scenario's answer, or its "outcome" and "error" where it gives none."""
         with self.scenario(module, arguments, vllm, folder) as scenario:
             return scenario.answer(limit)
 

@@ -1,11 +1,11 @@
-"""Measure a GPU for the virtual device, and compare what that predicts.
+"""Measure a GPU for the virtual device, and compare the predictions.
 
     make calibrate                                     # this checkout, this machine
     python3 -m gpu.calibrate --bundle FILE.tar.xz  # elsewhere: docs/on-a-gpu.md
     python3 -m gpu.calibrate --starts FILE.json    # its starts again, on such a GPU
     python3 -m gpu.calibrate --predict FILE.json   # the prediction alone, anywhere
 
-Measures what the driver takes (probe.py), writes it as a profile for vgpu/, starts
+Measures the driver's memory (probe.py), writes it as a profile for vgpu/, starts
 engines on the GPU, starts them again on the virtual device with that profile, and
 writes both as results/calibration-GPU-DATE-VLLM.json. A whole GPU, otherwise idle,
 is needed; the prediction needs a C compiler and no GPU.
@@ -27,7 +27,7 @@ from gpu.suite import command_line, file_name, prepare, survey, write
 from scripts.commands import REPOSITORY, Problem, command
 
 LIMIT = 400.0
-# What the profile can hold of what was measured, and what it is.
+# The measured figures that the profile can hold, and their meaning.
 PARAMETERS = {
     "context": "a context, when a process first uses the device",
     "cublas_handle": "a cuBLAS handle and its first products, less PyTorch's workspace",
@@ -58,7 +58,8 @@ GOAL, KV_CACHE_GOAL = 0.01, 0.02
 def profile(
     gpu: dict[str, Any], properties: dict[str, Any], measured: dict[str, Any], head: str
 ) -> str:
-    """The text of vgpu/profiles/NAME.toml: what was measured, and what was not."""
+    """The text of vgpu/profiles/NAME.toml: measured figures, and those that were
+    not."""
     lines = [
         f"# {gpu['name']}, measured by gpu/calibrate.py: {head}.",
         f"name = {json.dumps(gpu['name'])}",
@@ -222,7 +223,7 @@ def on_card(
         "command": command_line(),
         "measured": measured,
         "not measured": failed,
-        # What the driver, or a desktop, held before.
+        # Memory of the driver, or a desktop, before.
         "other": max(0, machine.total - machine.free - measured["context"]),
         "profile": profile(gpu, properties, measured, head),
         "starts": {

@@ -35,7 +35,7 @@ ATTRIBUTES = {
 
 
 class CardError(RuntimeError):
-    """There is no GPU, or its driver refused what was asked."""
+    """There is no GPU, or its driver refused a call."""
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -151,7 +151,7 @@ class Card:
         return text.value.decode()
 
     def describe(self) -> dict[str, Any]:
-        """What a result says of the machine's GPU."""
+        """The description of the machine's GPU in a result."""
         properties = self.driver.properties()
         return {
             "name": properties["name"],
@@ -179,7 +179,7 @@ def share(is_mig: bool) -> str:
 
 
 class Meter:
-    """What this process holds, if only its co-tenant moves memory, too."""
+    """Memory of this process, if no other than its co-tenant moves memory."""
 
     def __init__(self) -> None:
         self._card = Card()

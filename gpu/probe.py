@@ -1,10 +1,10 @@
-"""Measure what the driver takes of a GPU beside what a program asks for, in bytes.
+"""Measure the driver's GPU memory in addition to a program's requests, in bytes.
 
     python -m gpu.probe driver | nccl
 
-Run in a process of its own by calibrate.py, with PyTorch and Triton. Each figure is
-the growth of what NVML says is used, less what PyTorch reserved meanwhile. Nothing
-else may move memory on the GPU at that time. A JSON object follows "RESULT ".
+Run in a process of its own by calibrate.py, with PyTorch and Triton. Each figure is the
+growth of NVML's used memory, minus that of PyTorch's reserved memory. Nothing else may
+move memory on the GPU at that time. A JSON object follows "RESULT ".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Growth:
         self._card = Card()
         self.driver = self._card.driver
         self._torch: Any = None
-        # What is freed meanwhile would be counted against the next.
+        # Memory freed meanwhile would be counted against the next.
         self._kept: list[Any] = []
 
     def of(self, action: Callable[[], Any]) -> int:

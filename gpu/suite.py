@@ -63,7 +63,7 @@ GRAPHS = {
 NEEDS_ARITHMETIC = REPOSITORY / "tests/vgpu/upstream/expected.toml"
 
 Result = dict[str, Any]
-Check = tuple[str, Any, bool]  # what is wanted, what was found, whether it holds
+Check = tuple[str, Any, bool]  # wanted, found, whether it holds
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """`run` gives a result for each vLLM, `judge` what is to hold of the two.
+    """`run` gives a result for each vLLM, `judge` the checks of the two.
 
     `needs` is free memory in bytes; `where` whether the GPU must be whole (False) or
     a slice (True). `processes` start an engine, stock and patched ones; where times
@@ -212,7 +212,8 @@ def large(machine: Machine, model: str) -> str:
 
 
 def full_batches(name: str, *, extensible: bool = False) -> Case:
-    """Both are left the same bytes: what the patched requested, and held before."""
+    """Both are left the same bytes: the patched engine's request, and its memory
+    before."""
 
     def case(machine: Machine, vllm: str, left: int | bool) -> dict[str, Any]:
         llm: dict[str, Any] = {"gpu_memory_utilization": 0.4}
@@ -374,7 +375,7 @@ class Ratios:
 
 
 class NoAnswer(Exception):
-    """Of which vLLM, and what it gave instead."""
+    """Of which vLLM, and its output instead."""
 
 
 def serves(machine: Machine, unpatched: Result, patched: Result) -> Iterator[Check]:

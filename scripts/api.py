@@ -77,7 +77,7 @@ def reasons(path: Path) -> Changes:
 
 
 def changes(tree: Path) -> Changes:
-    """What is gone or different, by file and name."""
+    """Removed and different names, by file and name."""
     found: Changes = {}
     listing = git(tree, "diff", "--name-status", "--no-renames", BASE_REF, "HEAD")
     files = [

@@ -298,7 +298,7 @@ def replace_once(content: bytes, old: str, new: str) -> bytes:
 def record(
     official: bytes, names: dict[str, str], written: dict[str, bytes], name: str
 ) -> bytes:
-    """RECORD: the official row of what was copied, a new one for what was written.
+    """RECORD: the official row of each copied file, a new one for each written file.
 
     ``names`` maps a member's name to its name in the official wheel.
     """

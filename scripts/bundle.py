@@ -2,10 +2,11 @@
 
     make bundle [BASE=...]      # build/bundle/vllm-<release>-sm90.tar.xz
 
-The machine has Python, PyTorch and what PyTorch and transformers need. The bundle
-adds the official wheel with the kernels of one architecture (thin.py), the files that
-ours changes, vLLM's tests, and the packages below in the versions that requirements/
-pins. `python -m gpu.suite --bundle` and `gpu.calibrate --bundle` unpack it.
+The machine has Python, PyTorch and the requirements of PyTorch and transformers. The
+bundle adds the official wheel with the kernels of one architecture (strip_fatbins.py),
+the files that ours changes, vLLM's tests, and the packages below in the versions that
+requirements/ pins. `python -m gpu.suite --bundle` and `gpu.calibrate --bundle` unpack
+it.
 
     make bundle TORCH=1         # build/bundle/torch-<version>-sm90.tar.xz.0, .1, ...
 
@@ -207,7 +208,7 @@ def download(
     """Fetch packages as wheels, by pip, checked against requirements/.
 
     Raises:
-        Problem: pip could not; shows what it says.
+        Problem: pip could not; shows its output.
     """
     pins = (base.root / f"requirements/vllm-{base.version}.txt").read_text()
     wanted = []

@@ -1,9 +1,9 @@
-"""Where runs keep what they compile: below build/, never in the user's home.
+"""Where runs keep compiled kernels: below build/, never in the user's home.
 
-Caches of an earlier start change what a start measures: results of autotuning, compiled
-models, plans. So each run begins with empty caches, unless it is given its own folder:
-the first start in a folder is cold, later ones are warm. Only compiled Triton kernels,
-which change no byte, are shared by all runs.
+Caches of an earlier start change a start's measurements: results of autotuning,
+compiled models, plans. So each run begins with empty caches, unless it is given its own
+folder: the first start in a folder is cold, later ones are warm. Only compiled Triton
+kernels, which change no byte, are shared by all runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Check each patch in order, as a maintainer would.
 
-It applies; upstream's ruff and clang-format pass on the lines it touches, and its
-own hooks on the files; its Python compiles; what it calls on self is defined; and of
-the tests it touches at least one fails without it and all pass with it, on the virtual
-device. Tests that need kernels to compute are left out (expected.toml). On the whole
-series all those tests run again, and upstream's mypy once.
+It applies; upstream's ruff and clang-format pass on the lines it touches, and its own
+hooks on the files; its Python compiles; methods that it calls on self are defined; and
+of the tests it touches at least one fails without it and all pass with it, on the
+virtual device. Tests that need kernels to compute are left out (expected.toml). On the
+whole series all those tests run again, and upstream's mypy once.
 
-With --alone, a patch is checked on the release with only what it needs by topics.toml,
+With --alone, a patch is checked on the release with only its needs by topics.toml,
 merged three-way in the order of the series; no name that it uses may be missing.
 """
 
@@ -41,7 +41,7 @@ from scripts.topics import also_needed, stack, with_needs
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tests", action="store_true", help="lint only")
-    parser.add_argument("--alone", action="store_true", help="with what it needs only")
+    parser.add_argument("--alone", action="store_true", help="with its needs only")
     parser.add_argument(
         "--first-failure",
         action="store_true",
@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 class Alone:
-    """Places each topic on the release with what it needs, in the clone `tree`."""
+    """Places each topic on the release with its needs, in the clone `tree`."""
 
     def __init__(self, base: Base, tree: Path) -> None:
         self.base, self.tree = base, tree

@@ -17,7 +17,7 @@ OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Problem(Exception):
-    """An error that the user can fix: what was wanted, what was found, what to do."""
+    """An error that the user can fix: wanted, found, and the remedy."""
 
 
 def command(main: Callable[[argparse.Namespace], None]) -> None:

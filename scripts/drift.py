@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Drift:
-    """What a topic meets on another release: files that have its changes already, and
+    """A topic on another release: files that have its changes already, and
     conflicting hunks by file. `alone` is without the topics before it."""
 
     taken: tuple[str, ...]

@@ -63,7 +63,7 @@ def serve(orders: Any) -> NoReturn:
 
 
 def become(script: str, given: bytes, environment: dict[str, str]) -> None:
-    """What an interpreter does with a script and its input."""
+    """Run a script with its input, like an interpreter."""
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = io.TextIOWrapper(io.BytesIO(given))

@@ -1,8 +1,8 @@
-"""The head of a patch file: one author, and DEP-3's fields of what is known upstream.
+"""The head of a patch file: one author, and DEP-3's fields of its state upstream.
 
-DEP-3 is how Debian's tools read what a patch mends, whether it was forwarded, and when
-that was last said (https://dep-team.pages.debian.net/deps/dep3/). `git am` skips the
-fields, so they are no part of a commit, and exporting writes them anew.
+DEP-3 is how Debian's tools read which bug a patch mends, whether it was forwarded, and
+when that was last said (https://dep-team.pages.debian.net/deps/dep3/). `git am` skips
+the fields, so they are no part of a commit, and exporting writes them anew.
 """
 
 from __future__ import annotations

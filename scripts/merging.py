@@ -1,4 +1,4 @@
-"""Three-way merges without a checkout: what a topic becomes on another tree.
+"""Three-way merges without a checkout: a topic on another tree.
 
 Merges are made in a separate repository that borrows the objects of others, so that
 those do not grow.

@@ -24,7 +24,7 @@ class Names:
 
 
 def names(tree: Path, touched: dict[str, set[int]]) -> Names:
-    """What the touched lines of Python files define and use."""
+    """Names that the touched lines of Python files define and use."""
     found = Names()
     for file, lines in touched.items():
         if file.endswith(".py"):

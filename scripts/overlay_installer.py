@@ -1,4 +1,4 @@
-"""Put the patched files into an installed vLLM, say what is there, or take them out.
+"""Put the patched files into an installed vLLM, print its state, or take them out.
 
 Run it with the Python that vLLM runs with (3.10 or newer; nothing else is needed):
 
@@ -37,12 +37,12 @@ JOURNAL = f"{WORK}/journal.json"
 NEW = f"{WORK}/new"
 OLD = f"{WORK}/old"
 Moves = list[tuple[str, str]]
-# What a file is, as `mark` gives it, beside each move.
+# The state of a file, as `mark` gives it, next to each move.
 Journal = list[tuple[str, str, str | None]]
 
 
 class Problem(Exception):
-    """An error that the user can fix: what was wanted, what was found, what to do."""
+    """An error that the user can fix: wanted, found, and the remedy."""
 
 
 class Unfinished(Exception):
@@ -118,7 +118,7 @@ def locked(site: Path) -> Iterator[None]:
 
 
 def installed(site: Path, overlay: dict[str, Any]) -> dict[str, Any] | None:
-    """What an overlay noted when it was installed, or None where none is.
+    """The notes of an installed overlay, or None where none is.
 
     Raises:
         Problem: another vLLM than this overlay is for.
@@ -390,7 +390,7 @@ def carry_out(site: Path, moves: Moves) -> None:
 
 
 def undo(site: Path) -> bool:
-    """Put back what an unfinished command moved; returns whether there was one.
+    """Put back files that an unfinished command moved; returns whether there was one.
 
     Raises:
         Unfinished: the file system refused.
@@ -548,7 +548,7 @@ def write_record(
     added: dict[str, list[str]],
     gone: set[str],
 ) -> bytes:
-    """RECORD after the install: rows of what is new, moved, added or gone."""
+    """RECORD after the install: rows of new, moved, added and removed files."""
     renamed = {
         name.replace(f"{old_info}/", f"{new_info}/", 1)
         if name.startswith(f"{old_info}/")

@@ -30,7 +30,7 @@ JOBS = 2
 TEST_LIMIT = 1500
 EXPECTED = "tests/vgpu/upstream/expected.toml"
 Outcomes = Future[dict[str, str]]
-# Waits for a patch's tests; returns what is wrong.
+# Waits for a patch's tests; returns the faults.
 Finish = Callable[[], list[str]]
 
 
@@ -144,8 +144,7 @@ def own_tests(
     """Begin to run the tests whose lines the patch touches, without it and with it;
     ``quick``: only without it, until one fails.
 
-    Returns a function that waits for them, prints the outcomes and returns what is
-    wrong.
+    Returns a function that waits for them, prints the outcomes and returns the faults.
     """
     tests = tests_in(tree, touched)
     if not tests:

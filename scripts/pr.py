@@ -1,6 +1,6 @@
 """Make a branch for a pull request in a clone of upstream, and its description.
 
-The branch is a stack: what the topic needs by topics.toml, a commit each, then the
+The branch is a stack: the topic's needs by topics.toml, a commit each, then the
 topic. Each is merged three-way onto the chosen base in a worktree of its own, so the
 clone's checkout is not touched. A conflict is left in build/ to be resolved; run the
 command again to continue.
@@ -123,8 +123,8 @@ def chosen(base: Base, topic: str) -> Path:
 
 
 def stacked(base: Base, patch: Path) -> dict[str, Path]:
-    """What a patch needs, in the order of the series, and the patch; by the subjects of
-    their commits."""
+    """The needs of a patch, in the order of the series, and the patch; by the subjects
+    of their commits."""
     patches = {path.stem: path for path in base.patches()}
     names = topics.with_needs(base.root, list(patches), [patch.stem])
     made = commits(base.tree)
@@ -260,7 +260,7 @@ def builds_on(base: Base, tree: Path, onto: str, patches: dict[str, Path]) -> li
 
 
 def run_hooks(tree: Path) -> str:
-    """Run upstream's pre-commit hooks on the changed files; returns what was run.
+    """Run upstream's pre-commit hooks on the changed files; returns their names.
 
     One at a time, so that a hook that cannot be fetched does not hide the others.
 
@@ -316,8 +316,8 @@ def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
 
 
 def check(base: Base, patch: Path) -> str:
-    """What 'make check' says of a patch's tests on the release with just what it needs,
-    without it and with it.
+    """The output of 'make check' for a patch's tests on the release with just its
+    needs, without it and with it.
 
     Raises:
         Problem: it failed.
@@ -395,7 +395,8 @@ def description(
     hooks: str,
     below: list[str],
 ) -> str:
-    """Upstream's template, filled in; `below` says what the branch builds on."""
+    """Upstream's template, filled in; `below` lists the commits that the branch builds
+    on."""
     body = git(tree, "show", "-s", "--format=%b")
     overview, *details = paragraphs(without_trailers(body))
     changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")

@@ -211,7 +211,7 @@ def fetch(artifact: Artifact, version: str) -> Path:
 
 
 def published(version: str) -> list[Artifact]:
-    """What the package index lists of a release, with its hashes.
+    """The files of a release on the package index, with their hashes.
 
     Raises:
         Problem: no network, or no such release.

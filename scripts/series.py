@@ -2,7 +2,7 @@
 
 ``vllm/`` (or the ``tree`` of ``base.toml``, so that two releases can lie side by
 side) is a release's source distribution plus one commit per patch. The refs below
-``refs/envelope/`` in its repository say what it was made from, so that unexported work
+``refs/envelope/`` in its repository name its origin, so that unexported work
 is never overwritten.
 """
 
@@ -83,7 +83,7 @@ def made(tree: Path) -> bool:
 
 
 def git(tree: Path, *arguments: str, index: Path | None = None) -> str:
-    """Run git in ``tree`` and return what it printed.
+    """Run git in ``tree`` and return its output.
 
     Raises:
         Problem: git is missing, or failed.
@@ -193,7 +193,7 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
 
 
 def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> str:
-    """What a patch conflicts with, hunk by hunk, and how to continue."""
+    """The conflicts of a patch, hunk by hunk, and how to continue."""
     hunks = git(tree, "diff", "--diff-filter=U", "-U0").strip()
     return (
         f"{patch.name} conflicts in {', '.join(outcome.files)}:\n{hunks}\n"

@@ -1,8 +1,8 @@
-"""What is known of each topic beside its patch: ``patches/topics.toml``.
+"""The facts about each topic in addition to its patch: ``patches/topics.toml``.
 
-A topic stands on the release and on what it needs: the topics whose names it uses
-(`needs`, with the names), and those that its lines merely stand beside (`beside`):
-these would go if a hook or a test were moved. What it is for may need more: topics
+A topic stands on the release and on its needs: the topics whose names it uses
+(`needs`, with the names), and those that its lines merely stand next to (`beside`):
+these would go if a hook or a test were moved. Its cure may need more: topics
 without which it applies and runs, and does not cure (`effect_needs`, with the reason).
 A build has all of them; a pull request does not wait for the last.
 """
@@ -62,7 +62,7 @@ class Set:
     costs: str
     cures: dict[str, str]
     topics: tuple[str, ...] = ()
-    """Without what they need; none for the whole series."""
+    """Without their needs; none for the whole series."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Upstream:
-    """When what is said of upstream last changed (a day), and the order in which
+    """The day on which the entries on upstream last changed, and the order in which
     topics are to be proposed."""
 
     updated: str = ""
@@ -143,11 +143,11 @@ def with_needs(
     beside: bool = True,
     effects: bool = False,
 ) -> list[str]:
-    """`wanted` and all that they need, in the order of `series`; with `effects`, to
-    cure what they are for, too.
+    """`wanted` and all that they need, in the order of `series`; with `effects`, also
+    to cure their symptoms.
 
     Raises:
-        Problem: no such topic, or one that needs what the series does not have.
+        Problem: no such topic, or one whose needs are not in the series.
     """
     topics = load(root)
     found: set[str] = set()
@@ -229,7 +229,7 @@ def chosen(args: argparse.Namespace) -> Base:
 
 
 def of_topics(base: Base, topics: Sequence[str], name: str = "") -> Base:
-    """`base` with these and what they need, or the whole series."""
+    """`base` with these and their needs, or the whole series."""
     series = [patch.stem for patch in base.patches()]
     names = with_needs(base.root, series, topics, effects=True)
     if names in ([], series):

@@ -79,7 +79,7 @@ def page(root: Path, text: str) -> str:
 
 
 def front(root: Path, text: str) -> str:
-    """README.md with its table of sets: who wants one, and what it costs."""
+    """README.md with its table of sets: who wants one, and its costs."""
     rows = [line.split(" | ") for line in table_of_sets(root)]
     short = [" | ".join((row[0], row[1], row[3], row[5])) for row in rows]
     return filled(text, {SETS: short}, FRONT)

@@ -2,8 +2,8 @@
 
 TESTS is the folder test/ of PyTorch's sources at the tag of the installed torch (see
 vgpu/README.md); the interpreter is that of torch. Each test runs in a process of its
-own, with a device of its own. tests/vgpu/torch_suite.toml lists what is expected to
-fail, and why. The status is 1 if another test fails, or one passes that is listed.
+own, with a device of its own. tests/vgpu/torch_suite.toml lists the expected failures,
+and why. The status is 1 if another test fails, or one passes that is listed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a test, run/Class.method: passed, failed or skipped, and what was said."""
+    """Of a test, run/Class.method: passed, failed or skipped, and its output."""
 
     test: str
     outcome: str

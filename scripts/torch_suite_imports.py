@@ -1,4 +1,4 @@
-"""What PyTorch's test files import, before a process is forked for each test.
+"""The imports of PyTorch's test files, before a process is forked for each test.
 
 Imports ask which card there is, and none may be initialized before a fork: NVML
 answers, and whether Triton is installed stands for whether the card runs it.

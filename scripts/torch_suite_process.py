@@ -3,7 +3,7 @@
     torch_suite_process.py list FOLDER MODULE OUT
     torch_suite_process.py run FOLDER MODULE OUT TEST [SETTINGS]
 
-OUT is JSON: the names, or the outcome and what was said. SETTINGS are the allocator's,
+OUT is JSON: the names, or the outcome and the output. SETTINGS are the allocator's,
 set after the file was imported, as PyTorch's own files do. Needs only PyTorch.
 """
 
@@ -78,7 +78,7 @@ def run(module: Any, name: str) -> dict[str, str]:
 
 def main(command: str, folder: str, name: str, out: str, *more: str) -> None:
     sys.path.insert(0, folder)
-    sys.argv = [str(Path(folder, f"{name}.py"))]  # what the file takes for its own
+    sys.argv = [str(Path(folder, f"{name}.py"))]  # the file's own arguments
     module = importlib.import_module(name)
     if command == "list":
         answer: Any = names(module)

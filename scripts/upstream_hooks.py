@@ -26,7 +26,7 @@ SLOW = {"mypy"}
 
 
 def run(tree: Path, files: list[str], folder: Path, slow: bool = False) -> list[str]:
-    """What the hooks say of `files`: the slow ones, or the others.
+    """The hooks' complaints about `files`: the slow ones, or the others.
 
     Their packages lie in `folder`.
     """

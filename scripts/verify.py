@@ -96,7 +96,7 @@ def record_faults(wheel: zipfile.ZipFile) -> list[str]:
 def difference_faults(
     base: Base, old: zipfile.ZipFile, new: zipfile.ZipFile
 ) -> list[str]:
-    """The wheels must differ in what the series changes, and in the metadata."""
+    """The wheels must differ in the files of the series, and in the metadata."""
     old_info = f"vllm-{base.version}.dist-info/"
     new_info = f"vllm-{base.local_version}.dist-info/"
     before = {e.filename.replace(old_info, new_info): e for e in old.infolist()}

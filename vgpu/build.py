@@ -1,6 +1,6 @@
 """Builds the stand-ins for the torch and vLLM of the running interpreter.
 
-The C sources are linked once to learn what they implement. Every other symbol
+The C sources are linked once to learn which calls they implement. Every other symbol
 that an installed library imports from CUDA, or that the CUDA headers declare,
 gets a stub that counts its calls. The result is one library that answers for
 all of CUDA (`libcuda.so.1`) and empty ones under the other names.
@@ -134,7 +134,7 @@ def installed() -> list[str]:
 
 
 def key(headers: Headers, compiler: str) -> str:
-    """A name for what the build depends on."""
+    """A name for the inputs of the build."""
     digest = hashlib.sha256()
     for path in (Path(__file__), *sorted(SOURCES.glob("*/*.[ch]"))):
         digest.update(path.read_bytes())
@@ -277,7 +277,7 @@ def _per_thread(headers: Headers) -> dict[str, str]:
 
 
 def _nvml_names() -> set[str]:
-    """The calls that what is installed looks up by their names, and those of nvml.h
+    """The calls that installed libraries look up by their names, and those of nvml.h
     if a package has it. A call in version 3 exists in the versions before."""
     names: set[bytes] = set()
     for pattern in NVML_USERS:
@@ -296,7 +296,7 @@ def _nvml_names() -> set[str]:
 
 
 def _nccl_names() -> set[str]:
-    """What the installed NCCL exports."""
+    """The exports of the installed NCCL."""
     names: set[str] = set()
     for path in site_packages().glob(f"nvidia/nccl/lib/{NCCL}"):
         names.update(elf.read(path).defined)
@@ -358,7 +358,7 @@ def _stubs_source(stubs: list[str], versions: list[tuple[str, int, str]]) -> str
 def write_stubs(
     folder: Path, stubs: list[str], versions: list[tuple[str, int, str]]
 ) -> list[Path]:
-    """Writes what is generated, each file in the folder of its layer."""
+    """Writes the generated files, each in the folder of its layer."""
     files = {
         folder / "state" / "names.c": _names_source(stubs),
         folder / "sources" / "stubs.c": _stubs_source(stubs, versions),

@@ -284,7 +284,7 @@ def error_code(value: object, call: str) -> int:
 
 
 def default_error(call: str) -> str:
-    """What an injected failure returns unless told otherwise."""
+    """The error of an injected failure unless another is given."""
     defaults = {"nvml": "Unknown", "nccl": "SystemError"}
     return defaults.get(call[:4], "out_of_memory")
 
@@ -440,7 +440,7 @@ def _table(values: Mapping[str, Any], key: str) -> list[object]:
 
 
 def resolve(values: Mapping[str, Any]) -> Configuration:
-    """Checks merged values and fills in what is derived. Raises VgpuError."""
+    """Checks merged values and fills in derived ones. Raises VgpuError."""
     _check_keys(values, [*RUN_KEYS, *DEVICE_KEYS], "the configuration")
     count = _integer(values.get("devices", 1), "devices")
     if count > MAX_DEVICES:

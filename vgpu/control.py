@@ -244,7 +244,7 @@ def other_process(
     """Another process takes `size`, or gives it back if negative ("-1GiB").
 
     At once; or at the device's `at_allocation`-th allocation of the run; or when a
-    phase opens. It takes at most what is free and gives at most what it holds.
+    phase opens. It takes at most the free memory and returns at most its own.
     """
     _bytes(device, _USED)
     moved = signed_size(size, "size")

@@ -1,7 +1,7 @@
-"""Keep what was imported out of Python's garbage collector.
+"""Keep imported objects out of Python's garbage collector.
 
 A fork of a process that has imported vLLM would visit all of it at each collection, as
-vLLM thaws what it has frozen. A start collects some twenty times.
+vLLM thaws its frozen objects. A start collects some twenty times.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """A process on the device that imports once, and forks a process for each command.
 
 Importing torch takes seconds, and vLLM many; a fork takes almost no time. The server
-imports what it is told to and never calls CUDA itself. So each fork finds its own
+imports the given modules and never calls CUDA itself. So each fork finds its own
 device, like a process that has just started: the one that its run folder describes.
 
 Limits of a fork: modules that ask the device when they are imported cannot be imported
@@ -44,7 +44,7 @@ class Server:
         configuration: the device that the server's imports may ask (by NVML alone).
 
     Raises:
-        VgpuError: it ended before it was ready; shows what it wrote.
+        VgpuError: it ended before it was ready; shows its output.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ def end_with(body: Callable[[], object]) -> NoReturn:
 def _become(
     order: dict[str, Any], added: dict[str, str], changed: dict[str, str]
 ) -> None:
-    """The forked process: does what an interpreter does with a command line.
+    """The forked process: runs a command line like an interpreter.
 
-    `added` and `changed` is what the imports did to the environment.
+    `added` and `changed` are the imports' changes to the environment.
     """
     os.setsid()
     files = {0: os.devnull, 1: order["out"], 2: order["error"]}

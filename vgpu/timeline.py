@@ -59,8 +59,8 @@ class Series:
 
 
 def series(events: Iterable[Event], device: int) -> Series:
-    """Bytes by cause over time. A process that ends gives back what each of its
-    causes holds. What other processes held at the start is `used` less the rest."""
+    """Bytes by cause over time. A process that ends returns the bytes of each of its
+    causes. Other processes' memory at the start is `used` minus the rest."""
     own = [e for e in events if e.device == device]
     by: dict[tuple[int, str], int] = defaultdict(int)
     names: list[str] = [OTHERS]

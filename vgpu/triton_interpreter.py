@@ -1,11 +1,11 @@
 """Triton's language as its interpreter runs it, over the device's memory.
 
-The interpreter expects a process in which all kernels are interpreted, and copies
-what they are given. Here most are compiled, and each load and store asks the device
-where an address is: nothing is copied, and pointers in memory may be followed.
+The interpreter expects a process in which all kernels are interpreted, and copies their
+arguments. Here most are compiled, and each load and store asks the device where an
+address is: nothing is copied, and pointers in memory may be followed.
 
-What a kernel is given may be noise, and so may its addresses. Loads of what is not
-mapped give 0, and stores are left out, which is said once for each kernel.
+Arguments of a kernel may be noise, and so may its addresses. Loads of unmapped memory
+give 0, and stores are left out. A line on stderr says so once per kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Memory:
     """Triton's own loads and stores, at device addresses."""
 
     native = interpreter._interpreter
-    unmapped = False  # what was asked for
+    unmapped = False  # whether a kernel touched such an address
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
@@ -253,12 +253,12 @@ def _taken(value: Any) -> Any:
 
 @functools.cache
 def rewritten(function: Any) -> Any:
-    """The function of a kernel, or of what it calls, as the interpreter runs it."""
+    """The function of a kernel, or one that it calls, as the interpreter runs it."""
     return _Rewriter(function).rewrite_ast()
 
 
 def argument(value: Any) -> Any:
-    """What a kernel is given for it, without keeping a tensor."""
+    """The kernel's argument for it, without keeping a tensor."""
     kind = {bool: tl.int1, float: tl.float32}.get(type(value))
     if kind is None:
         return interpreter._implicit_cvt(value)

@@ -1,7 +1,7 @@
 """Triton kernels that compute: Triton's interpreter runs them on the host.
 
 The configuration chooses them by name (`interpret`). Such a kernel is compiled and
-launched as any other; when its stream gets there, the interpreter does what it would.
+launched as any other; when its stream gets there, the interpreter does its work.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _Launch:
 
 
 def _compute_next(function: Any, number: int | None) -> bool:
-    """Says what this thread's next launch computes; whether one took the last."""
+    """Sets the function of this thread's next launch; whether one took the last."""
     from .launch import library  # each process of the run imports this module
 
     set_next = library().vgpu_compute

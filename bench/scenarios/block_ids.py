@@ -37,7 +37,8 @@ def install() -> None:
 
 
 def _watch(*_: Any) -> None:
-    """Watch what the worker has imported. An import of our own may take memory."""
+    """Watch modules that the worker has imported. An import of our own may take
+    memory."""
     for name, watch in WATCHED.items():
         module = sys.modules.get(f"vllm.v1.worker.{name}")
         if module is not None and name not in _watched:

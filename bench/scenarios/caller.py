@@ -10,9 +10,9 @@ the engine generates or not, replays one, copies with a library that works on CU
 default stream, writes allocator settings that PyTorch accepts or refuses, forks,
 allocates, frees and checks tensors, or lets the engine sleep.
 
-Each step leaves a line of the "log": what it did and found, whether the current stream
-is the one before the start, PyTorch's settings (options and text), and its limit. After
-them it generates "on_a_stream" of the caller's, whatever "streams" says.
+Each step leaves a line of the "log": its action and its findings, whether the current
+stream is the one before the start, PyTorch's settings (options and text), and its
+limit. After them it generates "on_a_stream" of the caller's, whatever "streams" says.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Program:
             return [self.generate(), torch.cuda.current_stream() == stream]
 
     def capture(self) -> list[Any]:
-        """How a thread's capture ended, and what the engine generated meanwhile."""
+        """How a thread's capture ended, and the engine's tokens meanwhile."""
         import torch
 
         mode = self.rng.choice(CAPTURES)

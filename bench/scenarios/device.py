@@ -1,7 +1,7 @@
 """Bytes of the device: counted by the virtual one, asked of NVML on a GPU.
 
 Import it before CUDA is initialized: on a GPU, memory that is used at that time is not
-this process's, and the peak counts only what comes later.
+this process's, and the peak counts only later memory.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def build(builder: Any, number: int, builds: int) -> dict[str, Any]:
     milliseconds = []
     kernels = 0
     for _ in range(builds):
-        # Of its own: what it computes is kept.
+        # Of its own: it keeps computed values.
         batch = CommonAttentionMetadata(
             query_start_loc=starts.cuda(),
             query_start_loc_cpu=starts.clone(),

@@ -1,4 +1,4 @@
-"""Import what a start imports, say so, and run what stdin's first line asks for.
+"""Import the modules of a start, say so, and run the command in stdin's first line.
 
 The line is a JSON list: a scenario's module and its arguments.
 """

@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "lora": False,
     "draft": 0,  # tokens that an EAGLE head of the model proposes
     "seeds": [0],  # a load each
-    # MiB, or None: what the engine has set aside. Each load is served with one after
+    # MiB, or None: the engine's own reserve. Each load is served with one after
     # the other until it lives.
     "buffers": [None],
     "alone": False,
@@ -107,7 +107,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     runs = []
     for seed in case["seeds"]:
         for buffer in case["buffers"]:
-            gc.collect()  # what the frames of an exception held
+            gc.collect()  # memory that the frames of an exception held
             torch.cuda.empty_cache()
             size = set_aside if buffer is None else buffer * MIB
             limit = budget + size - set_aside

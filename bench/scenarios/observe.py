@@ -21,7 +21,7 @@ PHASES = (
 
 
 def record_graphs(result: dict[str, Any], profiles: int) -> None:
-    """The estimate of CUDA graphs, what they keep, what was requested, and what the
+    """The estimate of CUDA graphs, their memory, the request, and memory that the
     process held "before_request" (the context, handles of cuBLAS); all in bytes."""
     import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
@@ -79,8 +79,8 @@ def record_capture(runner: Any, result: dict[str, Any]) -> None:
 
 
 def record_suggestions(result: dict[str, Any]) -> None:
-    """The sizes of --kv-cache-memory that the log names: of what was requested, of all
-    that the device has; those that fit."""
+    """The sizes of --kv-cache-memory that the log names: for the request, for all of
+    the device; those that fit."""
     pattern = re.compile(r"--kv-cache-memory=(-?\d+)")
 
     def read(record: logging.LogRecord) -> bool:
@@ -231,7 +231,7 @@ def move_as(phase: str, size: Any) -> None:
 def hold_for_a_moment(when: str, size: int) -> None:
     """Let another process take `size` bytes, or all that is free but `-size`, and
     release them soon: "loaded" and before the profiled pass, "profiled" and before
-    there is a KV cache, "torn down" (what graphs were profiled with) and before that,
+    there is a KV cache, "torn down" (the KV cache of graph profiling) and before that,
     "warming up" or "warm" and before the start is over.
     """
     import torch

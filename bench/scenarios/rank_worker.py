@@ -1,4 +1,4 @@
-"""Changes to each worker of ranks.py, and what a worker says of itself.
+"""Changes to each worker of ranks.py, and a worker's account of itself.
 
 This is the workers' extension: each imports it before it makes its Worker, however the
 process was started.
@@ -48,7 +48,7 @@ class Rank:
             "requested": int(self.requested_memory),
             "before": self.held_before,
             "used": control.process_used(at),
-            "pooled": pooled,  # by sleep mode, including what is unmapped
+            "pooled": pooled,  # by sleep mode, including unmapped memory
             "peak": control.process_peak(at),
             "kernels": control.kernels(),
             "model": int(self.model_runner.model_memory_usage),
@@ -57,8 +57,8 @@ class Rank:
 
 
 def note_what_is_held() -> None:
-    """Record what a rank holds before its share of the device is decided: its context
-    and communicators."""
+    """Record the memory of a rank before its share of the device is decided: its
+    context and communicators."""
 
     def note(worker: Worker) -> None:
         worker.held_before = control.process_used(worker.device.index)

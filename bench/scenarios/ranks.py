@@ -1,7 +1,7 @@
 """Start one engine after another whose workers are processes, a device each.
 
 The argument is a JSON list of cases; DEFAULTS lists the keys of one. Prints a RESULT
-line for each: how it ended, the error if it failed, and what each rank says of itself.
+line for each: how it ended, the error if it failed, and each rank's account of itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep_fails": False,  # and so does waking up: see there
     "generate": 0,  # tokens
     "largest": False,  # serve the largest batches (see start.serve)
-    "tight": False,  # no device has more than what was requested of it
+    "tight": False,  # no device has more than its request
     "report": False,  # each worker's memory report is wanted
     "data_parallel": 1,  # number of engines that share the experts
     "held": [],  # what another process holds of each device before the start
@@ -108,8 +108,8 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
 def wait(child: int, seconds: float, told: Path) -> tuple[int | None, float]:
     """Its status, or None: it was killed after these seconds; and when it had ended.
 
-    With Ray, when it had told its result and its workers had ended: what the process
-    still does is to end Ray's cluster, which is not the engine's.
+    With Ray, when it had told its result and its workers had ended: afterwards the
+    process only ends Ray's cluster, which is not the engine's.
     """
     deadline = time.monotonic() + seconds
     over = None
@@ -231,7 +231,7 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
 
 def sleep_fails(llm: Any) -> dict[str, dict[str, Any]]:
     """The second device lacks memory for NCCL as all wakes up; then its worker cannot
-    keep its weights. What each device holds after each step, and what it returned."""
+    keep its weights. Memory of each device after each step, and the step's result."""
     from vgpu import control
 
     steps: dict[str, dict[str, Any]] = {}
@@ -261,7 +261,7 @@ def sleep_fails(llm: Any) -> dict[str, dict[str, Any]]:
 
 
 def use_ray(folder: Path) -> None:
-    """The one of `make ray`; workers import it, too, and keep what they write here."""
+    """The one of `make ray`; workers import it, too, and write into this folder."""
     sys.path.insert(0, str(RAY))
     os.environ["PYTHONPATH"] = os.pathsep.join((str(RAY), os.environ["PYTHONPATH"]))
     os.environ["RAY_TMPDIR"] = str(folder)
@@ -316,7 +316,7 @@ def alive(session: int) -> dict[int, str]:
 
 
 def left(session: int, seconds: float) -> list[str]:
-    """Kill what is left of a session that is over; returns the command lines. Processes
+    """Kill the rest of a session that is over; returns the command lines. Processes
     that are about to end get these seconds to do so."""
     deadline = time.monotonic() + seconds
     while (remaining := alive(session)) and time.monotonic() < deadline:
@@ -340,7 +340,7 @@ def left_shared(process: int) -> list[str]:
 
 
 def release_all() -> None:
-    """Release what other processes hold of each device."""
+    """Release other processes' memory on each device."""
     from vgpu import control
 
     for device in range(control.devices()):

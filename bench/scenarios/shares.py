@@ -1,8 +1,8 @@
 """What vLLM makes of the memory of each device: total, free, request, consumption.
 
-The argument is a JSON object: "cases", for each device of the run its utilization
-and, if any, its limit, what another process holds and what it moves during the load;
-"platform" names vLLM's platform class where vLLM would find none.
+The argument is a JSON object: "cases", for each device of the run its utilization and,
+if any, its limit, memory that another process holds, and memory that it moves during
+the load; "platform" names vLLM's platform class where vLLM would find none.
 """
 
 from __future__ import annotations

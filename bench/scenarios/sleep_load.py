@@ -1,4 +1,4 @@
-"""Load weights in vLLM's sleep-mode pool, and say what the device held meanwhile.
+"""Load weights in vLLM's sleep-mode pool, and print the device's memory meanwhile.
 
 Runs with the vLLM and PyTorch of the interpreter that it is called with, on a GPU or
 on the virtual device, and needs nothing else of this project:
@@ -45,7 +45,7 @@ def size(text: str) -> int:
 
 
 Empty = Callable[[int], Any]  # a tensor of that many bytes
-Convert = Callable[[Empty], list[Any]]  # allocates what a conversion does; new weights
+Convert = Callable[[Empty], list[Any]]  # allocates like a conversion; new weights
 
 
 def churn() -> Iterator[tuple[list[int], Convert]]:
@@ -276,7 +276,7 @@ class Watch:
         return int(self._control.peak() - self._used)
 
     def look(self) -> None:
-        """On a GPU there is no counter: ask what is lent now."""
+        """On a GPU there is no counter: ask for the memory lent now."""
         if self._control is None:
             with self._lock:
                 self._sampled = max(self._sampled, self.lent())
@@ -310,7 +310,7 @@ def main() -> None:
         "--free", type=size, help="hold all device memory but this, e.g. 8GiB"
     )
     parser.add_argument(
-        "--requested", type=size, help="what the instance may use (default: all)"
+        "--requested", type=size, help="memory that the instance may use (default: all)"
     )
     asked = parser.parse_args()
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

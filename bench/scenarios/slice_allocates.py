@@ -74,7 +74,7 @@ def tensor(_: ctypes.CDLL) -> Any:
 
 
 def sources() -> dict[str, Any]:
-    """What each source says, in bytes, and what is true."""
+    """The figure of each source, in bytes, and the true one."""
     import pynvml as n
     import torch
 

@@ -37,8 +37,8 @@ DEFAULTS: dict[str, Any] = {
     "greedy": False,  # another process takes all that is free after the start
     "generate": 0,  # tokens
     "beyond": False,  # then name a block that is not there: see block_ids.py
-    # Serve the largest batches within what was requested, or with so many bytes left,
-    # or "alone": nobody else takes what was not.
+    # Serve the largest batches within the request, or with so many bytes left, or
+    # "alone": nobody else takes the rest.
     "serve": False,
     "context": 0,  # what one takes of the device: it is no part of a request
     "held": 0,  # what another process holds before the start
@@ -52,15 +52,15 @@ DEFAULTS: dict[str, Any] = {
     "details": False,  # of the time of a start
     "report": False,  # the worker's memory report is wanted
     "draft": 0,  # tokens that an EAGLE head of the model proposes
-    "tensors": 0,  # what the caller's own tensors hold before the start, in bytes
-    "thread": 0,  # what another thread allocates and frees meanwhile, in bytes
+    "tensors": 0,  # bytes of the caller's own tensors before the start
+    "thread": 0,  # bytes that another thread allocates and frees meanwhile
     "beside": {},  # the case of an engine that is started first in the process
     "caller": False,  # somebody else allocates in the engine's process
     "asleep": 0,  # the sleep level of that engine while this one starts; 0: awake
     # What a tactic asks FlashInfer's autotuner for, in bytes: {"transient", "kept"}.
     "flashinfer_tactic": {},
-    "graph_support": "",  # what attention says of CUDA graphs (AttentionCGSupport)
-    "workspace": 0,  # what the first batch makes attention's metadata builder hold
+    "graph_support": "",  # attention's support of CUDA graphs (AttentionCGSupport)
+    "workspace": 0,  # bytes of attention's metadata builder after a batch
     "folder": "",  # where the model is written: a key of compile caches
     "environment": {},  # variables; some are read by imports (see start_each.py)
     "llm": {},  # further arguments of LLM
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
-    """Start what the case asks for. `result` has what the process held "before" the
+    """Start the engine of the case. `result` has the process's memory "before" the
     engine; "process_peak" does not include it."""
     if call := asked.get("refused"):
         from vgpu import control
@@ -172,7 +172,7 @@ def beside(asked: dict[str, Any], result: dict[str, Any]) -> Any:
 
 
 def blocks() -> dict[int, int]:
-    """Address and size of what PyTorch has allocated."""
+    """Address and size of PyTorch's allocations."""
     import torch
 
     return {

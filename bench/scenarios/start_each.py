@@ -1,8 +1,8 @@
 """Start one engine after another, each in a process of its own.
 
 The argument is a JSON list of cases (see start.py); prints a RESULT line for each. The
-processes are forked from one that has imported what a start imports, which is most of
-its time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
+processes are forked from one that has done a start's imports, which are most of its
+time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
 FlashInfer's, or a variable that is read as it imports, imports for itself.
 """
 

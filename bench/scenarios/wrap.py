@@ -13,7 +13,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def before(owner: Any, name: str, action: Callable[..., Any]) -> None:
-    """`action` is given what the call is given by position, as the object itself."""
+    """`action` gets the positional arguments of the call, and the object itself."""
 
     def wrapper(original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:

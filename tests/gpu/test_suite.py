@@ -1,4 +1,4 @@
-"""Each case of gpu/suite.py: what is wrong without the patches, and right with them.
+"""Each case of gpu/suite.py: it fails without the patches, and passes with them.
 
     .venv/bin/python -m pytest tests/gpu
 

@@ -67,7 +67,7 @@ class Installed:
         }
 
     def tree(self) -> dict[str, object]:
-        """What a revert must bring back: contents, modes, folders, and the times
+        """The state that a revert must restore: contents, modes, folders, and the times
         of modules, which bytecode is checked against."""
         return {
             str(path.relative_to(self.site)): (

@@ -1,4 +1,5 @@
-"""What is gone or different of the release has its reason, and nothing else has one."""
+"""Each removed or different name of the release has its reason, and no other has
+one."""
 
 from __future__ import annotations
 

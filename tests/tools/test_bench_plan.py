@@ -1,4 +1,4 @@
-"""make bench-plan: how predictions are compared with what was published."""
+"""make bench-plan: how predictions are compared with published figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/flags.md lists what the series adds, and nothing else as added."""
+"""docs/flags.md lists the flags that the series adds, and no other as added."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def stand_in(folder: Path, wheel: Path) -> None:
 
 @pytest.fixture
 def builder(tmp_path: Path) -> Callable[..., str]:
-    """Runs buildah on storage of its own; what it prints."""
+    """Runs buildah on storage of its own; returns its output."""
     program = shutil.which("buildah")
     if program is None:
         message = "no builder: install buildah (on Debian, the package buildah)"

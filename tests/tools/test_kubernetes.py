@@ -1,4 +1,4 @@
-"""The Kubernetes example: valid, coherent, and its script does what it says."""
+"""The Kubernetes example: valid, coherent, and its script works as described."""
 
 from __future__ import annotations
 

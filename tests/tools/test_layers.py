@@ -22,7 +22,7 @@ def sources(package: str) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """The names of modules, and of what is imported from them, also in functions."""
+    """The names of modules, and of imports from them, also in functions."""
     found = set()
     parents = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -190,7 +190,7 @@ def test_of_a_flag_that_is_given_twice_the_last_counts() -> None:
 
 
 def test_limit_in_bytes_is_raised(tmp_path: Path) -> None:
-    """The limit bounds what a larger fraction would allow."""
+    """The limit bounds a larger fraction."""
 
     def first(limit: int) -> list[str]:
         of = plan(

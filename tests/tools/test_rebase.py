@@ -1,4 +1,4 @@
-"""The series for another release: what applies, what conflicts, what is not needed."""
+"""The series for another release: patches that apply, conflict, or are not needed."""
 
 from __future__ import annotations
 

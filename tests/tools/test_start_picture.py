@@ -1,4 +1,4 @@
-"""The picture of README shows what the table of starts has, and is up to date."""
+"""The picture of README shows the rows of the table of starts, and is up to date."""
 
 from __future__ import annotations
 

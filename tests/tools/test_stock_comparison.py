@@ -1,4 +1,4 @@
-"""What make bench-stock counts, and what it does not."""
+"""Rows that make bench-stock counts, and rows that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topics built alone: what they need comes with them, and nothing else."""
+"""Topics built alone: their needs come with them, and nothing else."""
 
 from __future__ import annotations
 

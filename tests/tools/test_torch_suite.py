@@ -53,7 +53,7 @@ def test_each_difference_is_named(outcome: str, tests: list[str], said: str) -> 
 
 
 def test_test_that_is_skipped_may_be_listed() -> None:
-    """Whether it is run depends on what is installed."""
+    """Whether it is run depends on installed packages."""
     assert compare([Outcome("a/T.x", "skipped")], listed("T.x"))[1] == []
 
 
@@ -116,7 +116,7 @@ def test_files_must_be_there_and_of_the_release(tmp_path: Path) -> None:
 
 
 class Kinds(unittest.TestCase):
-    """What a file of PyTorch's may hold; run by the test below alone."""
+    """Like a test file of PyTorch's; run by the test below alone."""
 
     __test__ = False
 

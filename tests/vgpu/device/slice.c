@@ -1,7 +1,7 @@
 // Slices a GPU the way HAMi-core does, no larger than the tests need: preloaded, it
 // overrides dlsym and cuGetProcAddress, lends the processes that share SLICE_FILE no
 // more than SLICE_BYTES, and speaks of the slice where the driver and NVML would speak
-// of the device. One device; what a driver takes for itself is not counted.
+// of the device. One device; the driver's own memory is not counted.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
@@ -96,7 +96,7 @@ static struct {
 } held[ALLOCATIONS];
 static int count;
 
-// What was taken before the driver was asked is kept, or given back.
+// Memory charged before the driver was asked is kept, or returned.
 static CUresult asked(CUresult error, uint64_t key, uint64_t bytes) {
   pthread_mutex_lock(&lock);
   if (count == ALLOCATIONS) abort();

@@ -27,7 +27,7 @@ def test_nothing_goes_before_the_driver_is_initialized() -> None:
         assert getattr(cuda, call)(*arguments) == NOT_INITIALIZED, call
     assert cuda.cuDriverGetVersion(byref(n)) == cuda.cuInit(0) == OK
     assert cuda.cuDeviceGetCount(byref(n)) == OK
-    # Virtual memory needs no context; what a thread allocates is its context's.
+    # Virtual memory needs no context; a thread's allocations are its context's.
     assert cuda.cuMemAddressReserve(byref(address), size, *nothing) == OK
     assert cuda.cuMemAlloc_v2(byref(address), size) == INVALID_CONTEXT
     assert cuda.cuDevicePrimaryCtxRetain(byref(context), 0) == OK

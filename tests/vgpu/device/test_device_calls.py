@@ -1,4 +1,4 @@
-"""Single calls: what the contract calls exact, and what it refuses."""
+"""Single calls: those that the contract calls exact, and those that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad configuration is a clear error; good configuration does what it says."""
+"""Bad configuration is a clear error; good configuration has its effect."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ def test_another_process_takes_and_gives() -> None:
     assert gpu.malloc(500 * MIB)[0] == OUT_OF_MEMORY
     control.other_process("-200MiB")
     assert gpu.malloc(500 * MIB)[0] == OK
-    control.other_process("1GiB")  # takes what is left
+    control.other_process("1GiB")  # takes the rest
     assert gpu.info()[0] == 0
-    control.other_process("-2GiB")  # gives what it has
+    control.other_process("-2GiB")  # returns all
     assert (control.other(), gpu.info()[0]) == (0, GIB - 500 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""Captures, graphs and kernels: what they do, and what they cost."""
+"""Captures, graphs and kernels: their effects, and their memory."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def launch_with_argument() -> bytes:
 
 @pytest.mark.vgpu(memory="1GiB")
 def test_user_objects_live_as_long_as_the_last_graph_that_keeps_them() -> None:
-    """PyTorch 2.15 keeps what a captured collective uses alive with one."""
+    """PyTorch 2.15 keeps the resources of a captured collective alive with one."""
     gpu = Cuda()
     ended: list[int] = []
     destroy = ctypes.CFUNCTYPE(None, c_void_p)(ended.append)

@@ -103,7 +103,7 @@ def test_what_the_host_has_no_room_for_is_out_of_memory() -> None:
     from vgpu import control
 
     gpu = Cuda()
-    # Two whole allocations fit, but not beside what the process holds itself.
+    # Two whole allocations fit, but not next to the process's own memory.
     assert gpu.malloc(2 * GIB)[0] == OK
     assert gpu.malloc(2 * GIB)[0] == OUT_OF_MEMORY
     free = gpu.info()[0]

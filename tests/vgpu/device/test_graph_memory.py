@@ -113,7 +113,7 @@ def test_memory_is_there_from_the_first_launch_until_it_is_trimmed() -> None:
     assert gpu.graph_memory() == (0, 0)
     assert gpu.launch(executable) == OK
     assert gpu.graph_memory() == (4 * MIB, 4 * MIB)
-    # It is a pool's: what is destroyed is not given back.
+    # It is a pool's: memory of a destroyed graph is not returned.
     assert gpu.destroy(executable) == gpu.call("cudaGraphDestroy", graph) == OK
     assert gpu.graph_memory() == (0, 4 * MIB)
     assert gpu.trim() == OK
@@ -196,7 +196,7 @@ def test_what_is_freed_in_the_graph_is_gone_after_it() -> None:
 
 @pytest.mark.vgpu(memory="64MiB")
 def test_nodes_have_the_addresses_again_that_earlier_ones_freed() -> None:
-    """Of the same stream; so one graph needs what it has at most at a time."""
+    """Of the same stream; so one graph needs as much as it has at most at a time."""
     gpu = Graphs()
     assert gpu.begin(gpu.s) == OK
     large = gpu.allocate(4 * BLOCK)
@@ -471,7 +471,7 @@ def replays() -> None:
     graph.reset()
     torch.cuda.synchronize()
     assert Cuda().call("cudaDeviceGraphMemTrim", 0) == OK
-    # What the last replay allocated, nobody has freed.
+    # Nobody has freed the allocations of the last replay.
     assert used() == 8 * MIB
 
 

@@ -31,7 +31,7 @@ def test_only_what_is_chosen_computes() -> None:
         kernels.chosen_kernel[grid](to, of, 40, halve, 0.5, BLOCK=32)
         expected = [factor * i + 2 if not halve else i // 2 * 2 + 2 for i in range(40)]
         assert to.tolist() == expected
-    # Compiled as before: what is interpreted is so for as long as it takes.
+    # Compiled as before: interpretation ends with its kernel.
     kernels.other_kernel[(1,)](to, 40, BLOCK=128)
     assert to.tolist() == expected
     assert control.kernels() - before == 4  # each is launched, and once
@@ -61,7 +61,8 @@ def test_pointers_in_memory_are_followed(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.vgpu(memory="1GiB", interpret=CHOSEN, strict=True)
 def test_error_names_the_kernel(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the interpreter cannot do, and, if strict, what is not mapped."""
+    """Of an operation that the interpreter lacks, and, if strict, of an unmapped
+    address."""
     import torch
 
     from tests.vgpu.device import triton_kernels as kernels

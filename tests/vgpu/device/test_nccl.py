@@ -316,7 +316,7 @@ def bare_calls(rank: int, ranks: int, meet: str) -> None:
     assert total.tolist() == [6.0] * 5
     assert nccl.call("ncclCommDestroy", split) == 0
 
-    # What is wrong is said, and what is not implemented.
+    # Messages name errors, and calls that are not implemented.
     assert nccl.call("ncclGroupEnd") == INVALID_USAGE
     assert nccl.all_reduce(total, comm, op=9) == INVALID_ARGUMENT
     assert nccl.call("ncclCommShrink", comm) == INVALID_USAGE

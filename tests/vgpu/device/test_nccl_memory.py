@@ -1,4 +1,4 @@
-"""What NCCL's communicators take: when they are made, and as they are first used."""
+"""Memory of NCCL's communicators: when they are made, and as they are first used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.vgpu.device.test_nccl import MIB, Nccl, in_ranks
 
 # Of 2 MiB: the communicator and its ranks; three tables a channel, of 32.
 MADE = 2 * (2 + 3 * 32)
-# 24 channels: what a rank sends to takes a page, what it receives in 9.19 MiB.
+# 24 channels: a send buffer of a rank takes a page, a receive buffer 9.19 MiB.
 RING = 24 * (2 + 10)
 
 
@@ -22,7 +22,8 @@ def used(rank: int) -> int:
 
 
 def told(nccl: Nccl, comm: c_void_p) -> list[int]:
-    """What NCCL says of it: what can be suspended, whether it is, the rest, and all."""
+    """NCCL's figures: memory that can be suspended, whether it is, the rest, and
+    all."""
     told = [c_uint64(9) for _ in range(4)]
     for stat, value in enumerate(told):
         assert nccl.call("ncclCommMemStats", comm, c_int(stat), byref(value)) == 0

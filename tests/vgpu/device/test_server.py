@@ -135,7 +135,7 @@ time.sleep(60)
     with pytest.raises(TimeoutError, match="no end after 4 s"):
         run(server, script, tmp_path, timeout=4)
     pid = int((tmp_path / "out").read_text())
-    for _ in range(100):  # a busy machine takes a moment to end what was killed
+    for _ in range(100):  # a busy machine takes a moment to end a killed process
         if (state := state_of(pid)) in ("", "Z"):
             break
         time.sleep(0.1)

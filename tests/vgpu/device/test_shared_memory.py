@@ -92,7 +92,7 @@ def shared(rank: int, ranks: int, meet: str) -> None:
     assert error == OK
     os.close(theirs)
     mapped(gpu, of_peer, 4 * MIB, rank)
-    # Each holds its own: what is imported is charged where it was made.
+    # Each holds its own: imported memory is charged where it was made.
     assert control.process_used(rank) == held + 4 * MIB
     assert gpu.release(of_peer) == OK
     assert control.process_used(rank) == held + 4 * MIB

@@ -32,7 +32,7 @@ def run(
     order: int | None = None,
     **more: str,
 ) -> None:
-    """`order`: the library's place among what is preloaded, if not the launcher's."""
+    """`order`: the library's place among preloaded ones, if not the launcher's."""
     device = config.load(settings=["memory=8GiB", "other=2GiB", "context=64MiB"])
     base = os.environ | slicing.environment(library, SLICE, folder) | more
     with launch.device(device, base) as env:

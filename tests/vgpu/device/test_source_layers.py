@@ -1,7 +1,7 @@
 """The C sources of the device form layers, and none refers to a higher one.
 
 The layers are `build.LAYERS`, a folder each. Every source is compiled on its own, as
-the build compiles all of them, and its object file says what it refers to. Calls of the
+the build compiles all of them, and its object file has its references. Calls of the
 driver through its table (`driver()->cuMemAlloc`) are read from the source.
 """
 

@@ -23,7 +23,7 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = c_int(1), c_int(2)
 
 
 class Pinned:
-    """A byte of pinned memory, and what it holds."""
+    """A byte of pinned memory, and its value."""
 
     def __init__(self, gpu: Cuda) -> None:
         self.address = gpu.new("cudaHostAlloc", c_size_t(MIB), ctypes.c_uint(0))
@@ -247,7 +247,8 @@ def test_memory_freed_in_a_stream_lasts_until_the_stream_gets_there() -> None:
 
     write_and_free(allocate(stream)[1], 5)
     assert (pinned.byte.value, gpu.used()) == (0, 40 * MIB)
-    # The stream's own request has what it freed, and another's, where nothing is left.
+    # The stream's own request gets memory that it freed, and another's, where nothing
+    # is left.
     error, address = allocate(stream)
     assert (error, pinned.byte.value, gpu.used()) == (OK, 5, 40 * MIB)
     write_and_free(address, 6)

@@ -12,7 +12,7 @@ def _double(x):
 
 @triton.jit
 def chosen_kernel(to, of, n, halve, scale, BLOCK: tl.constexpr):
-    """With what a module took from the language, a loop's index, functions, methods."""
+    """With names of the language in the module, a loop's index, functions, methods."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(of + index, mask=index < n, other=0)
     blocks = zeros([BLOCK], dtype=tl.int32)
@@ -32,7 +32,7 @@ def other_kernel(to, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def follow_kernel(to, pointers):
-    """Stores what the pointers in memory lead to."""
+    """Stores the values that the pointers in memory lead to."""
     index = tl.program_id(0)
     at = tl.cast(tl.load(pointers + index), tl.pointer_type(tl.int32))
     tl.store(to + index, tl.load(at))

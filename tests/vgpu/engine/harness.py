@@ -60,7 +60,7 @@ def run(
     `visible` is CUDA_VISIBLE_DEVICES.
 
     Raises:
-        AssertionError: it printed none; shows what it did print.
+        AssertionError: it printed none; shows its output.
         TimeoutError: it was killed after `timeout` seconds.
     """
     settings = folder / "device.toml"

@@ -16,7 +16,7 @@ CONTEXT = {"context": "300MiB", "cublas_handle": "64MiB"}
 # cuBLAS's workspace: held before the budget is taken, as a context is.
 BEFORE = 32 * MIB
 # 0.26.0 makes that workspace while profiling, and another one in warm-up, after the KV
-# cache: 34 MiB with what comes with it, and segments for the activations.
+# cache: 34 MiB with its other buffers, and segments for the activations.
 WARM_UP = 68 * MIB if BASE == "0.26.0" else 0
 # name: the device, the case, the bytes that the process may have at any time, and how
 # the official release ends where it does not leave them.
@@ -135,7 +135,8 @@ def test_stock_start_does_not(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BASE == "0.26.0", reason="its limit counts all that is used")
 def test_limit_beside_a_neighbour_where_nvml_says_nothing(tmp_path: Path) -> None:
-    """Of what is used, 4 GiB may be the process's, not all: the start was refused."""
+    """Of the used memory, 4 GiB may be the process's, not all: the start was
+    refused."""
     calls = "nvmlDeviceGetMemoryInfo*", "nvmlDeviceGet*RunningProcesses*"
     silent = {f'nvml_errors."{call}"': "NoPermission" for call in calls}
     official, ours = (
@@ -159,8 +160,8 @@ def test_limit_beside_a_neighbour_where_nvml_says_nothing(tmp_path: Path) -> Non
 @full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_two_engines_in_a_slice(vllm: str, tmp_path: Path) -> None:
-    """The slice is known to NVML alone, whose free memory is the slice's less what the
-    container's processes hold, as HAMi-core's: 1.5 of 4 GiB are left."""
+    """The slice is known to NVML alone, whose free memory is the slice's minus that of
+    the container's processes, as HAMi-core's: 1.5 of 4 GiB are left."""
     results = {
         utilization: run(
             "start",
@@ -207,7 +208,7 @@ def test_kv_cache_that_breaks_the_limit_is_refused(tmp_path: Path) -> None:
     assert result["process_peak"] < limit
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it does not count what the sampler keeps")
+@pytest.mark.skipif(BASE == "0.26.0", reason="it does not count the sampler's memory")
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=full)])
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_later_pass_peaks_no_higher(vllm: str, v2: bool, tmp_path: Path) -> None:

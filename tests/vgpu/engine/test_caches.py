@@ -1,4 +1,4 @@
-"""What a start finds of an earlier start, and where it leaves its caches."""
+"""Caches of an earlier start, and the place of a start's caches."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_one_process_compiles_a_kernel(compiles: bool, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_first_start_of_a_compiled_model_has_less(tmp_path: Path) -> None:
-    """vllm #54122: what compiling takes for a moment is charged for good."""
+    """vllm #54122: memory that compiling takes for a moment is charged forever."""
     caches = tmp_path / "caches"
     # Compiled models are found by their path.
     case = {"compile": True, "folder": str(tmp_path / "model")}

@@ -95,8 +95,8 @@ def marks(engine: tuple[str, bool], graphs: bool) -> list[pytest.MarkDecorator]:
 def test_kv_cache_takes_what_is_left(
     name: str, v2: bool, graphs: bool, tmp_path: Path
 ) -> None:
-    """It serves the largest batches, in what was requested, and graphs are captured
-    once: none are profiled."""
+    """It serves the largest batches within its request, and graphs are captured once:
+    none are profiled."""
     cases = [
         case(name, v2, extensible, graphs=graphs, serve=True)
         for extensible in (False, True)
@@ -109,7 +109,7 @@ def test_kv_cache_takes_what_is_left(
     assert not extended["report"]["cuda_graphs_estimated"]
     before, now = (r["report"]["kv_cache"] for r in (estimated, extended))
     assert now >= before - LOST
-    # What the estimate leaves is the KV cache's now.
+    # The unused part of the estimate is the KV cache's now.
     left = extended["report"]["left"]
     assert 0 <= left < LOST
     if estimated["report"]["left"] > LOST:
@@ -237,7 +237,7 @@ def test_blocks_of_the_smallest_rank(llm: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_no_memory_to_extend(tmp_path: Path) -> None:
-    """Another process takes what was requested, after it was measured."""
+    """Another process takes the requested memory, after it was measured."""
     (result,) = starts(
         [case("dense", True, True, moved="2GiB", moved_at="extend")], tmp_path
     )
@@ -246,7 +246,7 @@ def test_no_memory_to_extend(tmp_path: Path) -> None:
 
 
 def test_every_call_may_fail(tmp_path: Path) -> None:
-    """What was mapped stays mapped, and nothing else; then it can be extended."""
+    """Mapped blocks stay mapped, and nothing else; then it can be extended."""
     result = run("extend_fails", {}, vllm="envelope", device=SMALL, folder=tmp_path)
     for failure in result["failures"]:
         assert (failure["left"] == [0, 0]) == bool(failure["error"]), failure

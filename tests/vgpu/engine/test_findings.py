@@ -1,4 +1,4 @@
-"""Bugs of the official release, to the byte, and what ours does instead.
+"""Bugs of stock vLLM, to the byte, and the patched behaviour.
 
 The official cases document the bugs: when upstream fixes one, its test fails.
 """
@@ -54,7 +54,7 @@ def test_patched_churn_is_bounded_and_returns_all(tmp_path: Path) -> None:
 def test_stock_utilization_is_inert_while_graphs_are_profiled(
     v2: bool, tmp_path: Path
 ) -> None:
-    """vllm #40937: the peak of start-up does not depend on what was requested."""
+    """vllm #40937: the peak of start-up does not depend on the request."""
     memory = 2560 * MIB
     peaks = set()
     for utilization in (0.60, 0.45):

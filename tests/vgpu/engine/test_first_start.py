@@ -87,7 +87,8 @@ def cold_and_warm(
     ],
 )
 def test_stock_has_less(name: str, v2: bool, tmp_path: Path) -> None:
-    """vllm #54122, #54383: what compiling takes for a moment is charged for good."""
+    """vllm #54122, #54383: memory that compiling takes for a moment is charged
+    forever."""
     cold, warm = cold_and_warm(CASES[name] | {"v2": v2}, "official", tmp_path)
     lost = warm["kv"] - cold["kv"]
     # The encoder takes more than compiling the language model.

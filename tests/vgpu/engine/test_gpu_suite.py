@@ -116,7 +116,7 @@ def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
 def test_both_sleep_in_turn(tmp_path: Path) -> None:
     content = suite("^sleep cycles", tmp_path, CARD, "--import-first")
     (entry,) = content["cases"].values()
-    assert len(entry["checks"]) == 4  # sleeps, and keeps what it offloads, each
+    assert len(entry["checks"]) == 4  # sleeps, and keeps offloaded memory, each
     for vllm in ("unpatched", "patched"):
         cycles = entry[vllm]["cycles"]
         assert len(cycles) == sum(CYCLES.values())

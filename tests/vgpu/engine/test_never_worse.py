@@ -18,8 +18,8 @@ from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 DEVICE: dict[str, object] = {"memory": 8 * GIB}
-# The KV cache may be smaller by what is set aside for fragmentation, and by what the
-# release takes without counting: cuBLAS's workspaces (32 MiB), block tables.
+# The KV cache may be smaller by the reserve for fragmentation, and by memory that stock
+# takes without counting: cuBLAS's workspaces (32 MiB), block tables.
 LESS = (64 + 32 + 4) * MIB
 ROW = 4 * 128  # bytes that the sampler keeps of each token, for as many sequences
 full, long = pytest.mark.full, pytest.mark.long
@@ -43,7 +43,7 @@ def starts(
     folder: Path,
     device: dict[str, object] = DEVICE,
 ) -> list[dict[str, Any]]:
-    """The result of each start, and whether it stayed "within" what it requested."""
+    """The result of each start, and whether it stayed "within" its request."""
     results = run(
         "start_each",
         cases,
@@ -92,7 +92,7 @@ def compared(
 
 
 GRAPHS = {"graphs": True}
-# What a tactic asks FlashInfer's autotuner for: more than activations take.
+# Memory that a tactic takes in FlashInfer's autotuner: more than activations take.
 TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
 
 
@@ -134,7 +134,7 @@ def test_what_the_process_holds_is_not_the_engines(
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_bytes_that_are_asked_for(v2: bool, tmp_path: Path) -> None:
     """The limit in bytes holds for the process; its tensors count once. An explicit KV
-    cache (vllm #39852) needs its bytes, not what the utilization says, to be free."""
+    cache (vllm #39852) needs its bytes, not the utilization's, to be free."""
     tensors, limit = 2 * GIB, 5 * GIB
     cases = [
         case(v2, 1.0, tensors=tensors, llm={"gpu_memory_limit_bytes": limit}),
@@ -209,7 +209,8 @@ def test_what_comes_with_the_kv_cache_is_counted_once(v2: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_other_process_releases_memory_meanwhile(v2: bool, tmp_path: Path) -> None:
-    """What it released is not taken for less that comes with the KV cache."""
+    """Memory that it released does not make block tables and workspaces seem
+    smaller."""
     still = case(v2, 0.4, workspace=394 * MIB)
     moved = still | {"moved": "-1GiB", "moved_at": "first_batch"}
     device = DEVICE | {"memory": 16 * GIB, "other": "2GiB"}
@@ -288,7 +289,7 @@ def test_other_process_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -
 # The V2 model runner of 0.26.0 profiles no graphs: the release does not start.
 @pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
 def test_other_process_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
-    """While graphs are profiled: the KV cache leaves it what it took."""
+    """While graphs are profiled: the KV cache leaves it that memory."""
     takes = {"moved": GIB, "moved_at": "first_graph"}
     pairs = compared({"takes": case(v2, 0.9, **GRAPHS, **takes)}, tmp_path)
     official, ours = pairs["takes"]
@@ -389,7 +390,7 @@ def test_cuda_malloc_async_is_not_worse(tmp_path: Path) -> None:
         for name, v2 in {"v1": False, "v2": True}.items()
     }
     pairs = compared(cases, tmp_path)
-    # What the driver caches beside tensors is the engine's, too.
+    # The driver's cache next to tensors is also the engine's.
     cached = 32 * MIB
     found = {n: worse(ours, official, cached) for n, (official, ours) in pairs.items()}
     assert not any(found.values()), found
@@ -495,7 +496,7 @@ def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
     }
     for name, (official, ours) in compared(cases, tmp_path).items():
         # A KV cache that leaves no room for a full batch is no measure. With V1 warm-up
-        # is above the request already, so what it has cached serves the batch.
+        # is above the request already, so its cache serves the batch.
         outside = official["served"].startswith("out of memory")
         assert outside or not official["within"], (name, official)
         assert ours["outcome"] == "started" and ours["within"], (name, ours)
@@ -516,7 +517,7 @@ def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
     ],
 )
 def test_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
-    """The release dies of the first in exactly what it requested."""
+    """Stock runs out of memory with the first in exactly its budget."""
     more = BATCHES[name]
     llm = {"max_num_seqs": 128} | more.get("llm", {})
     asked = case(v2, 0.7, serve=True, **more | {"llm": llm})
@@ -529,8 +530,8 @@ def test_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
 
 
 def test_hybrid_has_its_kv_cache_with_more_sequences(tmp_path: Path) -> None:
-    """A prefill copies the states of a group of them, 2 MiB each, several times. What a
-    sequence takes of the sampler is less than half a MiB."""
+    """A prefill copies the states of a group of them, 2 MiB each, several times. The
+    sampler's memory per sequence is less than half a MiB."""
     hybrid = BATCHES["hybrid"]
     cases = [
         case(True, 0.7, **hybrid | {"llm": hybrid["llm"] | {"max_num_seqs": number}})

@@ -39,7 +39,7 @@ def model(tmp_path: Path, **changed: Any) -> str:
 
 
 def predicted(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run make plan: what it writes, and what it prints."""
+    """Run make plan: the file that it writes, and its output."""
     done = plan(tmp_path, *arguments, "--json", "plan.json", "--svg", "plan.svg")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())

@@ -10,7 +10,7 @@ from bench import random_starts
 from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="the release lacks some of what is drawn")
+@pytest.mark.skipif(BASE == "0.26.0", reason="the release lacks some drawn flags")
 @pytest.mark.parametrize(
     ("seed", "first", "count"),
     [(4, 0, 4), pytest.param(5, 0, 40, marks=pytest.mark.long)],

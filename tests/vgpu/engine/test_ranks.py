@@ -96,7 +96,7 @@ STARTS: dict[str, tuple[dict[str, Any], int, tuple[pytest.MarkDecorator, ...]]] 
 def test_ranks_start(
     case: dict[str, Any], devices: int, vllm: str, tmp_path: Path
 ) -> None:
-    forked = case.get("executor") != "ray"  # what is imported has not seen Ray
+    forked = case.get("executor") != "ray"  # imported modules have not seen Ray
     engines = ranks([case | {"generate": 4}], vllm, tmp_path, devices, forked=forked)[
         "every"
     ]
@@ -113,7 +113,7 @@ def test_ranks_start(
     assert sorted(rank["device"] for rank in told) == list(range(devices))
     for rank in told:
         assert rank["kernels"] and rank["kv"]
-        # What is held before is in no share; the release takes more than its share.
+        # Memory held before is in no share; stock takes more than its share.
         taken = rank["peak"] - rank["before"]
         assert vllm == "official" or taken <= rank["requested"] == REQUESTED, rank
     # All of an engine have as many blocks, so those of the same layers as many bytes.
@@ -149,13 +149,13 @@ LARGEST: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_largest_batches_of_ranks_fit(name: str, v2: bool, tmp_path: Path) -> None:
-    """Ours serves them in what was requested; its KV cache has at most 128 MiB less
-    than that with which the release would."""
+    """The patched build serves them within its request; its KV cache is at most 128 MiB
+    smaller than one with which stock would."""
     case = LARGEST[name] | {"model": "MLA, 64 experts", "v2": v2, "largest": True}
     official, ours = (
         ranks([asked], vllm, tmp_path)["every"]
         for vllm, asked in (
-            # The release is given what it takes.
+            # Stock gets as much as it takes.
             ("official", case),
             ("envelope", case | {"tight": True}),
         )
@@ -309,7 +309,7 @@ def test_all_of_four_end_when_one_fails(how: str, tmp_path: Path) -> None:
 
 
 def test_caller_is_told_the_rank(tmp_path: Path) -> None:
-    """Where the engine is in the caller's process, which has what it raises."""
+    """Where the engine is in the caller's process, which gets its exception."""
     phases = ("load_model", "profile", "execute_model")
     cases = [failing(1, phase, "raise", engine_process=False) for phase in phases]
     results = ranks(cases, "envelope", tmp_path)["every"]
@@ -401,8 +401,7 @@ def test_release_does_not_say_who_died(tmp_path: Path) -> None:
 
 
 def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
-    """The ranks have devices of different size; the reports say what a rank loses by
-    it."""
+    """The ranks have devices of different size; the reports have the loss of a rank."""
     cases = [{"llm": llm, "report": True} for llm in (TP2, PP2)]
     results = ranks(cases, "envelope", tmp_path, second='memory = "3GiB"')["every"]
     for engine in results:
@@ -442,8 +441,8 @@ def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
 def test_what_nccl_takes_is_counted_and_named(
     count: int, more: dict[str, str], pages: int, tmp_path: Path
 ) -> None:
-    """To the byte, as in test_nccl_memory.py; what the first large sum takes, while the
-    model is profiled, is within what was requested."""
+    """To the byte, as in test_nccl_memory.py; memory of the first large sum, while the
+    model is profiled, is within the request."""
     device = {"memory": "4GiB", "devices": count, "nccl_channels": 8}
     device |= {"nccl_p2p_channels": 8} | more
     llm = {"tensor_parallel_size": count, "max_num_batched_tokens": 8192}
@@ -463,8 +462,8 @@ def test_what_nccl_takes_is_counted_and_named(
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_refused_on_the_smaller_device(vllm: str, tmp_path: Path) -> None:
-    """A request of the longest length fits beside one rank and not the other: each
-    profiles what the other does."""
+    """A request of the longest length fits next to one rank and not the other: each
+    profiles the same as the other."""
     case = {
         "environment": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
         "llm": TP2 | {"max_model_len": 600_000},
@@ -476,7 +475,7 @@ def test_refused_on_the_smaller_device(vllm: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_explicit_kv_cache_of_a_stage(vllm: str, tmp_path: Path) -> None:
-    """A stage with one of four layers needs a third of what the other does."""
+    """A stage with one of four layers needs a third of the other's."""
     case = {
         "environment": {"VLLM_PP_LAYER_PARTITION": "3,1"},
         "llm": PP2 | {"kv_cache_memory_bytes": 5 * GIB // 2},

@@ -11,12 +11,12 @@ from tests.vgpu.engine.harness import run
 
 MIB, GIB = 2**20, 2**30
 MEMORY = 2560 * MIB
-# What the driver takes for the context and for a graph is outside of PyTorch.
+# The driver's memory for the context and for a graph is outside of PyTorch.
 DEVICE = {"memory": MEMORY, "context": "300MiB", "graph": 700 << 10}
 V1 = pytest.param(False, id="v1", marks=(pytest.mark.long, pytest.mark.topic))
 LESS_GRAPHS = "--max-cudagraph-capture-size"
 MORE_BUDGET = "increase --gpu-memory-utilization"
-# Another process takes all that is free as a phase begins, of what was requested.
+# Another process takes all that is free of the request as a phase begins.
 LESS_BUDGET = "decrease --gpu-memory-utilization"
 
 
@@ -34,7 +34,7 @@ def fills(v2: bool, phase: str) -> dict[str, Any]:
 
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
-# What is started, the phase that fails, and two flags of the advice.
+# The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the budget": (
         case(True, 2), "load", MORE_BUDGET, "--quantization",

@@ -1,4 +1,4 @@
-"""Loading in the sleep-mode pool takes what the weights and one conversion take.
+"""Loading in the sleep-mode pool takes as much as the weights and one conversion.
 
 The official cases document the bugs: when upstream fixes one, its test fails.
 """
@@ -14,7 +14,7 @@ import pytest
 from tests.vgpu.engine.harness import BASE, run
 
 SEGMENT = 2 << 20
-# What the official release ends with where ours loads.
+# The outcome of stock vLLM where the patched build loads.
 CASES = {
     "churn": "OutOfMemoryError",
     "growing": "OutOfMemoryError",
@@ -86,7 +86,7 @@ def test_patched_loads_in_five_percent_more_than_tensors_hold(
     assert result["outcome"] == "loaded", result
     assert result["needed"] == needed(case, ample)
     assert result["needed"] <= result["peak"] <= memory
-    # Afterwards PyTorch counts what the device lends.
+    # Afterwards PyTorch counts as much as the device lends.
     assert result["reserved"] == result["after"]
 
 
@@ -174,7 +174,7 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
         assert result["killed"] <= programs // 1000
         assert result["saved"] > 40 * result["killed"]
     for kill in result["kills"]:
-        # What PyTorch's own reclaiming costs, without sleep mode too.
+        # The cost of PyTorch's own reclaiming, also without sleep mode.
         assert not kill["lives without a pool"]
         case = {"seed": seed, "only": kill["program"]}
         official = run(

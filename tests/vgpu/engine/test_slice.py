@@ -49,7 +49,7 @@ def test_engine_starts_within_its_slice(
     ("context", "program", "row"),
     [
         ("0MiB", "cudaMalloc beside", "a neighbour |  | 3072 | holds |"),
-        # What a driver takes for itself is not counted by this library.
+        # The driver's own memory is not counted by this library.
         ("300MiB", "cuMemCreate", "|  | 4396 | all its processes take 300 MiB more |"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.vgpu.engine.harness import run
 
 MIB = 2**20
 MEMORY = 2560 * MIB
-# What the driver takes for a graph.
+# The driver's memory for a graph.
 DEVICE = {"memory": MEMORY, "graph": 700 << 10}
 V1 = pytest.param(False, id="v1", marks=pytest.mark.full)
 TOPIC = pytest.param(False, id="v1", marks=(pytest.mark.full, pytest.mark.topic))

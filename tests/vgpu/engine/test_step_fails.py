@@ -1,7 +1,7 @@
 """Allocations that fail in one forward pass, at each layer.
 
-The device computes nothing. So the tests compare what each pass is given, which layers
-it runs, and what is allocated as it begins.
+The device computes nothing. So the tests compare the inputs of each pass, its layers,
+and memory allocated as it begins.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_forward_pass_runs_again(name: str, tmp_path: Path) -> None:
         assert again["layers"] == layers
         assert again["ids"] == failed["ids"]
         assert case.get("thread") or again["held"] == failed["held"]
-        # The prompts are what they are without a failure; what is sampled is noise.
+        # The prompts are the same as without a failure; sampled tokens are noise.
         assert one["passes"][0]["ids"] == last["passes"][0]["ids"]
         others = [p["layers"] for i, p in enumerate(one["passes"]) if i != step]
         assert others == [p["layers"] for p in last["passes"]]

@@ -96,7 +96,8 @@ def test_driver_cannot_map_memory(vllm: str, call: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_second_engine_is_served(vllm: str, tmp_path: Path) -> None:
-    """What the first engine caches leaves memory for it, though nothing limits that."""
+    """The cache of the first engine leaves memory for it, though nothing limits
+    that."""
     result = run(
         "two_engines",
         {"steps": 40},

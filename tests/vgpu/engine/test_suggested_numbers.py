@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="it says fewer numbers"
 MIB, GIB = 2**20, 2**30
 CARD: dict[str, object] = {"memory": 8 * GIB}
 UNIFIED: dict[str, object] = {"memory": 16 * GIB, "integrated": True}
-# What a host gives up while an engine starts, of its reserve.
+# The part of its reserve that a host loses while an engine starts.
 HOSTS_OWN = 128 * MIB
 BUFFER = 64 * MIB  # set aside for fragmentation
 # A state for each sequence.
@@ -46,7 +46,7 @@ def asks(then: dict[str, Any], serve: bool | str = True, **llm: Any) -> dict[str
     return then | {"serve": serve, "llm": then.get("llm", {}) | llm}
 
 
-# The numbers that a start says, and what it told, as cases that shall start.
+# The numbers that a start suggests, and its result, as cases that shall start.
 Then = Callable[[dict[str, Any], dict[str, Any], tuple[str, ...]], list[dict[str, Any]]]
 
 
@@ -121,7 +121,7 @@ SAYS = {
         that_kv_cache,
         UNIFIED | {"other": GIB // 2},
         outcome="started",
-        # A fifth of what is available beside the model.
+        # A fifth of the memory available next to the model.
         reserve=3 * GIB,
     ),
     "bytes of KV cache that are not free": Says(
@@ -206,7 +206,7 @@ def test_number_that_is_suggested_starts_and_serves(name: str, tmp_path: Path) -
     for result, text in tried(says, tmp_path):
         assert result["outcome"] == "started", result["error"]
         assert result["served"] == "lives", result["served"]
-        if not says.reserve:  # What the host has available moves from start to start.
+        if not says.reserve:  # The host's available memory moves from start to start.
             assert not re.search(says.pattern, " ".join(text.split()))
         assert result["least_available"] >= max(says.reserve - HOSTS_OWN, 0)
 

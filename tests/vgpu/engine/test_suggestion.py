@@ -10,7 +10,7 @@ import pytest
 from tests.vgpu.engine.harness import BASE, run
 
 GIB = 2**30
-# Three graphs of 650 MiB: once they fit into what is requested, twice they do not.
+# Three graphs of 650 MiB: once they fit into the request, twice they do not.
 DEVICE = {"memory": "8GiB", "graph": "650MiB"}
 REQUESTED = 4 * GIB
 RUNNERS = [

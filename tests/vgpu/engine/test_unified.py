@@ -1,4 +1,4 @@
-"""Whole starts on unified memory: whether the host keeps what it needs."""
+"""Whole starts on unified memory: whether the host keeps its reserve."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def start(name: str, vllm: str, folder: Path, **llm: object) -> dict[str, Any]:
 def test_a_fraction_leaves_the_host_its_reserve(name: str, tmp_path: Path) -> None:
     official = start(name, "official", tmp_path)
     ours = start(name, "envelope", tmp_path)
-    # Of what was available a fifth is the host's. What the process takes of the host
-    # once its KV cache is sized comes out of that.
+    # A fifth of the available memory is the host's. Memory that the process takes of
+    # the host once its KV cache is sized comes out of that.
     reserve = ours["requested"] / 4
     assert official["least_available"] < reserve - GIB
     assert abs(ours["least_available"] - reserve - 64 * MIB) < 128 * MIB

@@ -135,7 +135,7 @@ class Allocator(RuleBasedStateMachine):
         control.clear_injections()
 
     def lose(self, tags: list[str]) -> None:
-        """Forget the contents of what is awake and not offloaded."""
+        """Forget the contents of tensors that are awake and not offloaded."""
         self.tensors = [
             (tensor, tag, None if tag in tags and self.is_awake(tensor) else number)
             for tensor, tag, number in self.tensors

@@ -143,7 +143,7 @@ class Sleeper:
     def free(self) -> None:
         with self.lock:
             self.tensors.clear()
-        with self.quiet:  # what was captured is freed
+        with self.quiet:  # captured graphs are freed
             self.graphs.clear()
             self.allocator.release_pools()
 

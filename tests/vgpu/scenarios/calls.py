@@ -1,10 +1,10 @@
 """Random programs of calls to an executor whose workers are processes.
 
-The argument is a JSON object; DEFAULTS lists its keys. Prints a RESULT line: what was
-found wrong, and how often each outcome was seen. The workers are light: they sleep,
-reply with so many bytes, fail, die, and meet in a barrier where a step would meet in a
-collective. An executor serves program after program until one ends it. A late
-reply to a call of one program arrives while the next one runs.
+The argument is a JSON object; DEFAULTS lists its keys. Prints a RESULT line: the
+faults, and how often each outcome was seen. The workers are light: they sleep, reply
+with so many bytes, fail, die, and meet in a barrier where a step would meet in a
+collective. An executor serves program after program until one ends it. A late reply to
+a call of one program arrives while the next one runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "named": [],  # of NAMED; they run instead
     "seconds": 0,  # after which no further program begins, if given
-    # Only what the release can do: nothing ends an executor, and after an error the
+    # Only steps that stock can do: nothing ends an executor, and after an error the
     # next program gets another one.
     "release": False,
 }
@@ -43,7 +43,7 @@ MIB = 2**20
 PATIENCE = 90  # seconds after which a program hangs
 ENDS = 30  # within which an executor with a dead worker has to end
 
-Call = dict[str, Any]  # method, output, timeout, ahead, and what each of "ranks" does
+Call = dict[str, Any]  # method, output, timeout, ahead, actions of "ranks"
 
 
 def call(ranks: int, method: str = "act", **more: Any) -> Call:
@@ -270,7 +270,7 @@ def expected(one: Call, number: int, ranks: int) -> tuple[list[list[Any]], list[
 def judge(
     program: list[Call], outcomes: list[list[Any]], first: int, ranks: int
 ) -> tuple[list[str], bool]:
-    """What is wrong, and whether the executor has to end."""
+    """The faults, and whether the executor has to end."""
     wrong = []
     # It may have ended for these; a death also ends calls in flight before it.
     ends = [

@@ -2,7 +2,7 @@
 itself has.
 
 The argument is a JSON object: "ways", names of WAYS, and "v2". Prints a RESULT line for
-each: what the engine held, and how many bytes of the KV cache came back to it from the
+each: memory of the engine, and how many bytes of the KV cache came back to it from the
 connector. Each is run in a process of its own, forked before CUDA is used.
 """
 

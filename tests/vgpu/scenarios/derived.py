@@ -109,7 +109,7 @@ def request_memory_replaced() -> dict[str, Any]:
         return math.ceil(wanted)
 
     gpu_worker.request_memory = patched
-    neighbour(1024)  # less than what is requested is free
+    neighbour(1024)  # less than the request is free
     llm = engine(gpu_memory_utilization=0.9, num_gpu_blocks_override=256)
     return {"tokens": serve(llm), "calls": len(calls)}
 
@@ -220,7 +220,7 @@ def own_measure() -> dict[str, Any]:
 
 
 def hooks_append() -> dict[str, Any]:
-    """vllm-lens: what a hook has appended for a pass that fails is there once."""
+    """vllm-lens: a hook's result of a pass that fails is there once."""
     import torch
 
     from vgpu import control

@@ -1,7 +1,7 @@
 """Extend a KV cache while one call of the driver after another fails.
 
-The argument is a JSON object without keys. Prints a RESULT line with what each failure
-left: the bytes mapped and the blocks, less those before, and the error.
+The argument is a JSON object without keys. Prints a RESULT line with the state after
+each failure: the bytes mapped and the blocks, minus those before, and the error.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def main() -> None:
     except RuntimeError as error:
         result["device"] = str(error)
     print_result(result)
-    os._exit(0)  # What is left of a device that failed cannot be freed.
+    os._exit(0)  # Memory of a device that failed cannot be freed.
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_worker import (
 
 
 class OwnProfile(Worker):
-    """It profiles for itself, with what the release's module has."""
+    """It profiles for itself, with the names of stock's module."""
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def determine_available_memory(self) -> int:

@@ -1,6 +1,6 @@
 """The code of libraries that build on vLLM, from their packages: build/libraries.
 
-As derived.py. Only what they reach for in vLLM runs; modules of theirs that are not
+As derived.py. Only vLLM's code that they call runs; modules of theirs that are not
 installed here are stand-ins that accept everything.
 """
 
@@ -193,7 +193,7 @@ def stand_ins(*names: str) -> Iterator[None]:
 
     del transformers
     finder = StandIns(names)
-    sys.meta_path.append(finder)  # behind what is installed
+    sys.meta_path.append(finder)  # behind installed modules
     try:
         yield
     finally:

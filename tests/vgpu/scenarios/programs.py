@@ -41,7 +41,7 @@ class Program:
     steps: list[tuple[str, int]] = field(default_factory=list)
     outside: list[tuple[str, int]] = field(default_factory=list)
     limit: int = 0  # of PyTorch, if not 0
-    released: int = 0  # what a co-tenant gives back after the first module
+    released: int = 0  # bytes that a co-tenant releases after the first module
 
 
 def stranding() -> Program:

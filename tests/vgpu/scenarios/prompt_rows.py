@@ -1,4 +1,4 @@
-"""The memory that prompt logprobs take, beside what the sampler was profiled with.
+"""The memory of prompt logprobs, next to the sampler's profiled memory.
 
 The argument is a case of start.py. Prints a RESULT line with bytes: the peaks of the
 profiled sampler, and of the logprobs of a prompt as long as a batch.
@@ -52,7 +52,7 @@ def peaks(llm: Any, runner: Any) -> dict[str, int]:
 
 
 def peak(compute: Callable[[], object]) -> int:
-    """The most bytes that a second call allocates, beside what is there before."""
+    """The peak of a second call, in bytes above the allocations before it."""
     import torch
 
     compute()

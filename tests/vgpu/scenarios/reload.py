@@ -1,8 +1,8 @@
 """Sleep, wake up by tags and update the weights, many times: reinforcement learning.
 
 The argument is a JSON object: "rounds", "level" of sleep, and "v2", the model runner.
-The first round is on a device with memory to spare; then another process leaves 5 %
-of what was used at most.
+The first round is on a device with memory to spare; then another process leaves 5 % of
+the peak.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Warm up a worker that serves, as elastic expert parallelism does when it scales.
 
 The argument is a case of start.py's with "kept": bytes that serving has taken since the
-start, beside what was requested. Ranks are not needed: their communicator is left out.
+start, in addition to the request. Ranks are not needed: their communicator is left out.
 """
 
 from __future__ import annotations

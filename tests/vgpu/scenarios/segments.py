@@ -1,4 +1,4 @@
-"""What PyTorch reclaims of a pool in use when an allocation does not fit.
+"""Memory of a pool in use that PyTorch reclaims when an allocation does not fit.
 
 The device has 3000 MiB, of which 1000 stay allocated. Tensors of the sizes in ROWS
 (MiB) are freed. Then an allocation asks for 400 MiB more than is free: in a MemPool

@@ -2,8 +2,8 @@
 
 A cached segment is split, and one of its blocks is free. The argument says where that
 block lies: at the "start" of the segment or at its "end". Then an allocation does not
-fit. Prints a RESULT line: how the allocation ended, what PyTorch then counts as
-allocated, and what the process holds of the device. See docs/upstream.md, "Reports for
+fit. Prints a RESULT line: how the allocation ended, the bytes that PyTorch then counts
+as allocated, and the process's memory on the device. See docs/upstream.md, "Reports for
 PyTorch".
 """
 

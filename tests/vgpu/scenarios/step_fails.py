@@ -41,12 +41,12 @@ class Passes:
 
     def __init__(self, runner: Any, limit: bool, experts: bool):
         self.limit = limit
-        self.error: Exception | None = None  # what is raised instead
+        self.error: Exception | None = None  # raised instead
         self.seen: list[dict[str, Any]] = []
         self.at: tuple[int, int] | None = None  # step and layer; -1: the logits
         self.times = 0
         model = runner.get_model()
-        # A pass that others see does not run again: what is kept here, they may see.
+        # A pass that others see does not run again: they may see values kept here.
         run: Any = getattr(runner, "run_forward", None)
         if hasattr(run, "is_watched"):
             run.is_watched = lambda: False

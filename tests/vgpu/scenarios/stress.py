@@ -209,7 +209,7 @@ def captures(rng: random.Random) -> Generator[None]:
 
 @contextlib.contextmanager
 def in_another_thread(does: Generator[None]) -> Iterator[None]:
-    """Another thread. What it raises, its caller does."""
+    """Another thread. Its caller raises its exception."""
     stop = threading.Event()
     failed: list[BaseException] = []
 

@@ -1,8 +1,8 @@
 """Two engines on one device, each in its own process with utilization 0.45.
 
 The second starts first, and gets its first prompt after the other has served a load:
-what the other has cached must leave enough memory. The argument is a JSON object with
-the "steps" of the load.
+the other's cache must leave enough memory. The argument is a JSON object with the
+"steps" of the load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scripts/forked_tests.py: what it does with tests that spawn a process."""
+"""scripts/forked_tests.py with tests that spawn a process."""
 
 import os
 import subprocess

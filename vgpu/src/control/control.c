@@ -140,9 +140,9 @@ EXPORT int vgpu_phase_end(const char* name) {
 
 // ---- reading
 
-// What: 0 used by all processes and the others, 1 its peak, 2 used by this
-// process, 3 its peak, 4 held by the others, 5 memory, 6 allocations so far, 7 what is
-// available now, 8 the least of that.
+// What: 0 used by all processes and the others, 1 its peak, 2 used by this process, 3
+// its peak, 4 held by the others, 5 memory, 6 allocations so far, 7 the available
+// memory now, 8 the least of that.
 EXPORT int64_t vgpu_bytes(int device, int what) {
   if (!state_init() || device < 0 || device >= config.devices) return -1;
   state_lock();

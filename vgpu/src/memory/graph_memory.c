@@ -1,5 +1,5 @@
-// What graphs allocate and free. A node's address is fixed when it is captured; what is
-// there exists from where a launch gets to the node until it is freed.
+// Allocations and frees of graphs. A node's address is fixed when it is captured; its
+// memory exists from where a launch gets to the node until it is freed.
 #include "memory/graph_memory.h"
 
 #include <stdlib.h>
@@ -15,7 +15,7 @@ static GraphAllocation* unfreed_at(uint64_t address) {
   return r && r->start == address ? r->data : NULL;
 }
 
-// A graph's addresses stay its own when a node frees them: vLLM asks what a pointer is
+// A graph's addresses stay its own when a node frees them: vLLM asks about a pointer
 // that its capture has freed.
 const GraphAllocation* graph_allocation_at(uint64_t address) {
   Range* r = ranges_at(&known, address);
@@ -250,7 +250,7 @@ CUresult graph_allocation_free(GraphAllocation* a) {
   return CUDA_SUCCESS;
 }
 
-// PyTorch's test_graph_cudnn_dropout frees what it captured, and never launches it.
+// PyTorch's test_graph_cudnn_dropout frees its captured memory, and never launches it.
 CUresult graph_memory_free(uint64_t address) {
   GraphAllocation* held = graph_memory_release(NULL, address);
   if (held) return graph_allocation_free(held);

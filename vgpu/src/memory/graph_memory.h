@@ -43,7 +43,7 @@ void graph_memory_drop(GraphMemory* memory);  // its graph has ended
 bool graph_memory_instantiate(GraphMemory* memory);  // false: it has one
 void graph_memory_uninstantiate(GraphMemory* memory);
 CUresult graph_memory_upload(GraphMemory* memory, const void* stream);
-// To be followed by what the nodes do, and graph_memory_done.
+// To be followed by the work of the nodes, and graph_memory_done.
 CUresult graph_memory_launch(GraphMemory* memory, const void* stream);
 
 // ---- in the order of calls

@@ -1,4 +1,4 @@
-// The physical memory behind what graphs allocate. CUDA programming guide, "Graph
+// The physical memory behind allocations of graphs. CUDA programming guide, "Graph
 // memory nodes": a launch maps it; graphs that cannot run at the same time share it; it
 // stays reserved when allocations are freed and graphs destroyed, until it is trimmed.
 #include "memory/graph_pages.h"

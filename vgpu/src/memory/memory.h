@@ -1,4 +1,4 @@
-// Device memory and what it is mapped to; pinned host memory.
+// Device memory and its mappings; pinned host memory.
 #pragma once
 
 #include <cuda.h>
@@ -32,7 +32,7 @@ typedef struct {
   enum { BY_MALLOC, BY_POOL, BY_MAP, BY_GRAPH } by;
   bool freed;  // once its stream gets there
   uint64_t requested;
-  void* owner;  // the pool, what small blocks share, or what a graph allocates
+  void* owner;  // the pool, the page of small blocks, or a graph's memory
 } Mapping;
 
 extern Ranges mappings;  // device addresses that are backed
@@ -86,4 +86,4 @@ typedef struct {
 
 extern Ranges host_blocks;
 
-CUresult host_free(void* address);  // not what was registered
+CUresult host_free(void* address);  // no registered memory

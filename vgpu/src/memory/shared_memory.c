@@ -86,7 +86,7 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* han
   return CUDA_SUCCESS;
 }
 
-// ---- multicast: the object takes no memory; what is bound to it does.
+// ---- multicast: the object takes no memory; memory bound to it does.
 
 EXPORT CUresult cuMulticastGetGranularity(size_t* granularity,
                                           const CUmulticastObjectProp* properties,

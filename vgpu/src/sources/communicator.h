@@ -77,7 +77,7 @@ struct ncclComm {
   uint32_t aborted, error;
   char *zeros, *result;
   pthread_mutex_t lock;  // one batch at a time
-  struct Batch* kept;    // what graphs may launch
+  struct Batch* kept;    // graphs may launch it
 };
 
 // Tasks that are one kernel: of one communicator, in one group.
@@ -140,8 +140,8 @@ void batch_free(Batch* b);
 
 // ---- nccl_memory.c
 
-// What a communicator takes when it is made, and what a batch adds that is the first
-// to connect in its way.
+// Memory of a communicator when it is made, and of a batch that is the first to connect
+// in its way.
 ncclResult_t comm_take_memory(struct ncclComm* c);
 ncclResult_t comm_connect(struct ncclComm* c, const Batch* b);
 void comm_give_memory(struct ncclComm* c);

@@ -1,4 +1,4 @@
-// Calls by their names: what a program gets that asks for one at run time.
+// Calls by their names, for a program that asks for one at run time.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <string.h>
@@ -54,7 +54,7 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
   return cudaSuccess;
 }
 
-// Gone from CUDA 13's headers, still called by what was built for 12.
+// Gone from CUDA 13's headers, still called by libraries built for 12.
 EXPORT cudaError_t
 cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long flags,
                         enum cudaDriverEntryPointQueryResult* status) {

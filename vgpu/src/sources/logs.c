@@ -1,5 +1,5 @@
 // Callbacks for the driver's log of errors: known until they are unregistered, never
-// called. The device says on stderr what is wrong. Without CUDA's headers, which have
+// called. The device writes errors to stderr. Without CUDA's headers, which have
 // these calls since 12.9.
 #include "state/base.h"
 #include "state/objects.h"

@@ -126,7 +126,7 @@ EXPORT const char* cublasLtGetStatusString(cublasStatus_t status) {
   return status_text(status);
 }
 
-// ---- cuBLASLt descriptors: opaque, so what is set is kept by no one
+// ---- cuBLASLt descriptors: opaque, so their settings are kept by no one
 
 #define DESCRIPTOR(Create, parameters, Destroy, type)                 \
   EXPORT cublasStatus_t Create parameters {                           \

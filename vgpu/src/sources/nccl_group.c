@@ -1,4 +1,4 @@
-// Groups of NCCL: what a thread collects between start and end.
+// Groups of NCCL: calls that a thread collects between start and end.
 #include <stdlib.h>
 
 #include "sources/communicator.h"

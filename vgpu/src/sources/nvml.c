@@ -1,4 +1,4 @@
-// NVML: what it says of each device, of a MIG instance and of its parent, and
+// NVML: its figures for each device, a MIG instance and its parent, and
 // the errors the configuration asks for. NVML sees every device of the run,
 // whatever CUDA_VISIBLE_DEVICES says.
 #include <fnmatch.h>

@@ -1,11 +1,11 @@
-// Accounting: bytes taken and given back, their record, and what is scheduled.
+// Accounting: bytes taken and returned, their record, and scheduled moves.
 #pragma once
 
 #include "state/state.h"
 
 // ---- available.c
 
-// From now on, what this process holds of its host is taken of the device's memory, if
+// From now on, this process's host memory is subtracted from the device's memory, if
 // they share it.
 void enter_host(int device);
 
@@ -20,7 +20,8 @@ void note_available(int device, uint64_t bytes);  // it may be the least so far
 // Takes bytes of a device's memory, or gives them back (negative).
 // False, and nothing is taken, when they do not fit.
 bool charge(int device, int64_t bytes, const char* cause);
-// As charge, of what a process takes once and keeps until it ends; `taken` marks it.
+// As charge, for memory that a process takes once and keeps until it ends; `taken`
+// marks it.
 bool charge_once(int device, uint64_t bytes, const char* cause,
                  bool taken[MAX_DEVICES]);
 // What the first of cuBLAS or NCCL takes.

@@ -1,4 +1,4 @@
-// The captures of streams that are under way, and what they forbid.
+// The captures of streams that are under way, and the calls that they forbid.
 #include "state/captures.h"
 
 #include "state/objects.h"

@@ -49,7 +49,7 @@ static CUresult context_make(int ordinal) {
   return error;
 }
 
-// Its own memory is given back; what was allocated in it stays its program's.
+// Its own memory is returned; allocations in it stay its program's.
 static CUresult context_give(int ordinal, bool all) {
   pthread_mutex_lock(&context_lock);
   Context* context = &contexts[ordinal];

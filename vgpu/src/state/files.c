@@ -1,4 +1,4 @@
-// A program that reads what its host says of itself gets what the device says instead.
+// A program that reads its host's files on memory gets the device's figures instead.
 // Without the headers of these calls, which may define them.
 #undef _FORTIFY_SOURCE
 #include <stdarg.h>

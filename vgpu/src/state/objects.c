@@ -1,4 +1,4 @@
-// Objects that a program holds by pointer: what is not among them is an error.
+// Objects that a program holds by pointer: any other pointer is an error.
 #include "state/objects.h"
 
 #include <stdlib.h>

@@ -53,7 +53,7 @@ static void slot_close(Process* process) {
     process->used[d] = 0;
     shared->device[d].used -= bytes;
     timeline_event(d, -bytes, "process end", process);
-    process->used[d] = (uint64_t)bytes;  // the report shows what it held last
+    process->used[d] = (uint64_t)bytes;  // the report shows its last memory
   }
   timeline_flush(process);
   report_write(process);

@@ -1,4 +1,4 @@
-// Memory in the order of a stream: what it freed is there again for its own requests,
+// Memory in the order of a stream: freed memory is there again for its own requests,
 // and for those of others where nothing else is left. In a capture, nodes of its graph.
 // And the calls that free memory once the device has done its work.
 #include "memory/memory.h"

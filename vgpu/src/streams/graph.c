@@ -78,7 +78,7 @@ static CUresult post_free(Stream* stream, GraphAllocation* a) {
       stream, &(Operation){.kind = NODE_FREE, .to = a->address, .argument = a});
 }
 
-// Memory for what the graph allocates, and none for what the last launch left.
+// Memory for the graph's allocations, and none for those that the last launch left.
 static CUresult memory_launch(CUgraphExec exec, CUstream handle) {
   Stream* stream = stream_is(handle) ? stream_find(handle) : NULL;
   if (stream && stream->capture) return captured_launch(stream);

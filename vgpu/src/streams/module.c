@@ -1,5 +1,5 @@
-// Modules, kernels and their launches. A kernel does nothing, unless the program says
-// what it computes; a hook, when the configuration has one for its name, writes a value
+// Modules, kernels and their launches. A kernel does nothing, unless the program gives
+// it a computation; a hook, when the configuration has one for its name, writes a value
 // through an argument.
 #include <fnmatch.h>
 #include <stdlib.h>
@@ -272,7 +272,7 @@ static CUresult module_unload(void* handle) {
   return CUDA_SUCCESS;
 }
 
-// Any name is found: what an image holds is not read.
+// Any name is found: the contents of an image are not read.
 static CUresult module_kernel(void** kernel, void* module, const char* name) {
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
   Kernel* k = object_new(KERNEL, sizeof *k + strlen(name) + 1);

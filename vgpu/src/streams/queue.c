@@ -1,7 +1,7 @@
-// Streams that are behind: with `streams_behind`, what a stream was given is done when
-// somebody waits for it, or asks for it often enough, or after a set time. Off, all of
-// it is done at once. The order is that of the stream's own work, after what it waits
-// for, so that a run is the same each time.
+// Streams that are behind: with `streams_behind`, a stream's work is done when somebody
+// waits for it, or asks for it often enough, or after a set time. Off, all of it is
+// done at once. The order is that of the stream's own work, after the work that it
+// waits for, so that a run is the same each time.
 #include <stdlib.h>
 #include <time.h>
 

@@ -22,7 +22,7 @@ typedef struct {
   int value_bytes;
   void (*function)(void*);  // of NODE_HOST
   CUresult (*call)(void*);  // of NODE_COLLECTIVE, and of a kernel that computes
-  void* argument;           // of those, and what a graph allocates; NULL: `to` is freed
+  void* argument;           // of those, and memory of a graph; NULL: `to` is freed
 } Operation;
 
 typedef struct CUgraphNode_st {
@@ -55,7 +55,7 @@ typedef struct CUstream_st {
   Node* last;       // captured last
   uint64_t steps;   // captured so far
   uint64_t joined;  // of these, how many another captured stream waits for
-  struct Work *work, *last_work;  // what it has not done
+  struct Work *work, *last_work;  // not done yet
   uint64_t given;                 // the number of the last
   uint64_t freed;                 // the number of the last that frees memory
   int queries;                    // since it was last waited for
@@ -99,7 +99,7 @@ bool mark_is_reached(const Mark* mark);  // counts as a query
 CUresult mark_finish(const Mark* mark);
 CUresult stream_finish(Stream* stream);
 CUresult stream_finish_frees(Stream* stream);  // up to the last that frees memory
-CUresult device_finish(void);                  // what the current device was given
+CUresult device_finish(void);                  // all work of the current device
 
 // ---- user_object.c
 

@@ -1,4 +1,4 @@
-// User objects: what graphs keep alive for a program, and end with the last of them.
+// User objects: graphs keep them alive for a program, and the last of these ends them.
 #include <stdlib.h>
 
 #include "state/context.h"
