@@ -16,6 +16,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from scripts.commands import Problem, command, write_whole
+from scripts.compare import releases
+from scripts.release import Base
 
 MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
 MIB, GIB = 1 << 20, 1 << 30
@@ -229,12 +231,17 @@ def real_cards(root: Path, runs: str) -> str:
     raise Problem(f"{REAL} has no row {runs}.")
 
 
-def pinning(root: Path) -> str:
+def pinning_each(root: Path) -> list[float]:
+    """CPU-seconds per GiB: in huge pages, and in small ones."""
     text = " ".join((root / PINNING).read_text().split())
     found = re.search(r"took (0\.\d+) s of a processor.*? of 2 MiB (0\.\d+) s", text)
     if not found:
         raise Problem(f"{PINNING} does not say what pinning takes.")
-    small, huge = sorted(map(float, found.groups()), reverse=True)
+    return sorted(map(float, found.groups()))
+
+
+def pinning(root: Path) -> str:
+    huge, small = pinning_each(root)
     return f"{huge} CPU-seconds per GiB with huge pages, {small} with 4 KiB pages"
 
 
@@ -249,6 +256,17 @@ def cases(root: Path) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]
         for name, case in content.get("cases", {}).items():
             if "unpatched" in case and "patched" in case:
                 yield gpu, name, case["unpatched"], case["patched"]
+
+
+def gpu_time(root: Path) -> str:
+    """How long the suite ran, by GPU."""
+    seconds: dict[str, float] = {}
+    for path in sorted((root / "results").glob("*.json")):
+        content = json.loads(path.read_text())
+        if "cases" in content:
+            gpu = content["gpu"]["name"].split()[1]
+            seconds[gpu] = seconds.get(gpu, 0) + content["seconds"]
+    return " and ".join(f"{s / 60:.0f} minutes ({gpu})" for gpu, s in seconds.items())
 
 
 def gpu_starts(root: Path, warm: bool) -> str:
@@ -348,6 +366,22 @@ def limit_per_step(root: Path) -> str:
     return f"{ceil(100 * max(settings) / fastest)} %"
 
 
+def limit_calls(root: Path) -> str:
+    """Calls of Python and C in a step with a limit in bytes."""
+    more = [
+        100 * (int(row[8]) / int(row[7]) - 1)
+        for row in table(root / SERVING, "| model | limit |")
+        if row[1] == "in bytes"
+    ]
+    return f"{span(more, '.0f')} %"
+
+
+def older_patches(root: Path) -> str:
+    """Patches of the older release, of those of the newest."""
+    newest, older = (len(Base.load(root, v).patches()) for v in releases(root)[:2])
+    return f"{older} of the {newest} patches"
+
+
 def gpu_prediction(root: Path) -> str:
     paths = sorted((root / "results").glob("calibration-*.json"))
     starts = [
@@ -389,6 +423,8 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "hybrid-launches": hybrid_launches,
     "real-cards": lambda root: real_cards(root, "config exact, same release"),
     "pinning": pinning,
+    "pinning-span": lambda root: span(pinning_each(root), ".2f"),
+    "gpu-time": gpu_time,
     "gpu-starts": lambda root: gpu_starts(root, warm=True),
     "gpu-starts-cold": lambda root: gpu_starts(root, warm=False),
     "gpu-steps-dense": lambda root: gpu_steps(root, "dense"),
@@ -401,6 +437,8 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "gpu-tests": gpu_tests,
     "gpu-prediction": gpu_prediction,
     "limit-per-step": limit_per_step,
+    "limit-calls": limit_calls,
+    "older-patches": older_patches,
 }
 
 

@@ -29,7 +29,7 @@ WORDS = {
     r"\bas (?:the release|before|yours|ours)\b": "as stock vLLM",
     r"\brivals?\b": "another pull request",
 }
-GENERATED = re.compile(r"<!-- table: .*?-->.*?<!-- end -->", re.S)
+GENERATED = re.compile(r"<!-- table: .*?-->.*?^<!-- end -->", re.S | re.M)
 FENCED = re.compile(r"^( *)```.*?^\1```", re.S | re.M)
 # And names of patches.
 CODE = re.compile(r"`[^`]+`|\w+(?:-\w+){3,}")

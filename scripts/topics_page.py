@@ -27,7 +27,8 @@ from scripts.topics import (
 
 PAGE = "patches/README.md"
 FRONT = "README.md"  # has the table of sets, too
-TABLES = re.compile(r"<!-- table: (.+?) -->\n.*?<!-- end -->", re.S)
+# A table ends with a line; figures in its cells end within one.
+TABLES = re.compile(r"<!-- table: (.+?) -->\n.*?^<!-- end -->", re.S | re.M)
 NEEDS, SETS, ORDER = "what each needs", "sets", "order of proposing"
 
 
