@@ -104,7 +104,7 @@ def test_conflict_is_resolved_once(
     assert "\n-a = 1\n+a = 2\n" in patch and "\n-p = 0\n+p = 3\n" in patch
 
 
-def test_a_name_that_the_release_does_not_have(series: Project) -> None:
+def test_name_that_the_release_does_not_have(series: Project) -> None:
     """git merges its use without a conflict."""
     text = "from tools.newer import of_newer\n\n\ndef mine():\n    of_newer()\n"
     series.commit("[Core] Applies but fails", vllm__uses_py=text)

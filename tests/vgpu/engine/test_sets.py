@@ -148,7 +148,7 @@ def growth(folder: Path) -> None:
 
 
 def host_reserve(folder: Path) -> None:
-    unified.test_a_fraction_leaves_the_host_its_reserve("V2", folder)
+    unified.test_fraction_leaves_the_host_its_reserve("V2", folder)
 
 
 # Of topics.toml's `cures`.

@@ -35,7 +35,7 @@ def start(name: str, vllm: str, folder: Path, **llm: object) -> dict[str, Any]:
 
 
 @starts
-def test_a_fraction_leaves_the_host_its_reserve(name: str, tmp_path: Path) -> None:
+def test_fraction_leaves_the_host_its_reserve(name: str, tmp_path: Path) -> None:
     official = start(name, "official", tmp_path)
     ours = start(name, "envelope", tmp_path)
     # A fifth of the available memory is the host's. Memory that the process takes of
