@@ -1,5 +1,5 @@
 """Start engines with empty caches and again with those that the first start left,
-unpatched beside patched: how many tokens each KV cache has.
+unpatched compared with patched: how many tokens each KV cache has.
 
 Prints a Markdown table. Every start is a process on a virtual device, forked from one
 that has imported vLLM (bench/scenarios); the models are whole, with dummy

@@ -1,4 +1,4 @@
-"""What building a hybrid's metadata costs the host, patched beside stock.
+"""What building a hybrid's metadata costs the host, patched compared with stock.
 
 Batches are prefills of prompts of 16 tokens, on the virtual device. A pair is a process
 of either: the least processor time of its builds. Prints a Markdown table: medians over

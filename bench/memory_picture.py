@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", type=Path, help="JSON file of a worker")
-    parser.add_argument("--out", type=Path, help="SVG file (beside the report)")
+    parser.add_argument("--out", type=Path, help="SVG file (next to the report)")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,5 +1,5 @@
 """Start engines, and start each again with the sizes of --kv-cache-memory that its log
-suggests, unpatched beside patched.
+suggests, unpatched compared with patched.
 
 A suggestion is true if the engine starts with it, takes no more than it was said to
 fill, and has at least as many blocks as before. Prints a Markdown table.

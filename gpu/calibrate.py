@@ -135,7 +135,7 @@ def predict(builds: Builds, content: dict[str, Any], folder: Path) -> None:
 
 
 def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The virtual device's figures beside the GPU's, and whether the goal is met."""
+    """The virtual device's figures next to the GPU's, and whether the goal is met."""
     total = content["gpu"]["memory"]
     rows = []
     for name, entry in content["starts"].items():

@@ -43,7 +43,7 @@ class Parts:
 
 
 def machines_nvidia() -> Path:
-    """The folder of NVIDIA's libraries beside this machine's PyTorch.
+    """The folder of NVIDIA's libraries next to this machine's PyTorch.
 
     Raises:
         Problem: it has none.

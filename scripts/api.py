@@ -10,7 +10,7 @@ extensions, and the text of messages. A name of one leading underscore counts, t
 
 A new name is no change, nor are a new keyword-only parameter with a default, a value
 where None was returned, a new last field, or another decorator. Whatever else is gone
-or different has its reason in changes.toml beside the patches, by file and name; no
+or different has its reason in changes.toml next to the patches, by file and name; no
 other name has one.
 """
 

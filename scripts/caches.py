@@ -23,7 +23,7 @@ ELSEWHERE = {
     "VLLM_CONFIG_ROOT",
     "XDG_DATA_HOME",
 }
-# Bytecode lies beside the modules of the environment: vLLM has thousands.
+# Bytecode lies next to the modules of the environment: vLLM has thousands.
 BYTECODE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
 
 
@@ -48,7 +48,7 @@ def environment(
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        # Otherwise humming compiles kernels beside each process that imports vLLM.
+        # Otherwise humming compiles kernels next to each process that imports vLLM.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
     if kernels is not None:

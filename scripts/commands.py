@@ -62,7 +62,7 @@ def locked(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A folder beside its destination, gone afterwards whatever happens.
+    """A folder next to its destination, gone afterwards whatever happens.
 
     Leftovers of runs that were killed are removed first.
     """

@@ -4,7 +4,7 @@ Run it with the Python that vLLM runs with (3.10 or newer; nothing else is neede
 
     python3 vllm-...-overlay-x86_64.pyz install | status | revert
 
-Everything is staged beside the package first. Then files are only renamed, by a list
+Everything is staged next to the package first. Then files are only renamed, by a list
 that is written before the first rename. If killed, run it again: it rolls back. The
 official files are kept in the dist-info folder.
 

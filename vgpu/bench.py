@@ -3,7 +3,7 @@
 python -m vgpu bench [--pairs N] [--live N]
 
 Runs itself on a device, with and without a timeline, and prints a table. Calls are
-made through ctypes, whose own cost is measured and shown beside.
+made through ctypes, whose own cost is measured and shown as well.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def key(headers: Headers, compiler: str) -> str:
 
 
 def build_root() -> Path:
-    """`build/vgpu` beside the package, or $VGPU_BUILD_DIR."""
+    """`build/vgpu` next to the package, or $VGPU_BUILD_DIR."""
     default = Path(__file__).resolve().parent.parent / "build" / "vgpu"
     return Path(os.environ.get("VGPU_BUILD_DIR", default))
 

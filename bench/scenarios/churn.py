@@ -1,4 +1,4 @@
-"""Transients of varied size beside small weights that stay, in the weights pool.
+"""Transients of varied size next to small weights that stay, in the weights pool.
 
 What loading a quantised mixture of experts does (vllm #43951), without the model.
 The argument is a JSON object: "free", if given, is what another process leaves.

@@ -49,7 +49,7 @@ Convert = Callable[[Empty], list[Any]]  # allocates like a conversion; new weigh
 
 
 def churn() -> Iterator[tuple[list[int], Convert]]:
-    """Transients of varied size beside small weights that stay (vllm #43951)."""
+    """Transients of varied size next to small weights that stay (vllm #43951)."""
     for i in range(24):
 
         def convert(empty: Empty, i: int = i) -> list[Any]:

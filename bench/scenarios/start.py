@@ -408,7 +408,7 @@ def serve(llm: Any) -> str:
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. One of
     the longest length takes more steps, which have its context before them. With
-    drafts, both beside each other then, and the long one beside prompts of one token.
+    drafts, both next to each other then, and the long one next to prompts of one token.
     Returns "lives", or why it does not.
     """
     from vllm import SamplingParams

@@ -435,7 +435,7 @@ def replays() -> None:
 
     from vgpu import control
 
-    # 2.11 does not count graphs, and takes a block beside them as it captures.
+    # 2.11 does not count graphs, and takes a block next to them as it captures.
     older = torch.__version__ < "2.14"
     beside = 0
 

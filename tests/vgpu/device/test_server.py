@@ -56,7 +56,7 @@ def run(
 
 
 def test_each_has_its_own_path(server: Server, tmp_path: Path) -> None:
-    """What its PYTHONPATH names beside the server's is there, in front."""
+    """What its PYTHONPATH names next to the server's is there, in front."""
     for content in ("1", "2"):
         folder = tmp_path / content
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Sleep mode beside threads, captures and failing calls of the driver.
+"""Sleep mode next to threads, captures and failing calls of the driver.
 
 `test_cumem_allocations.py` in the patches holds each of these alone; here they come
 together.

@@ -21,7 +21,7 @@ WARM_UP = 68 * MIB if BASE == "0.26.0" else 0
 # name: the device, the case, the bytes that the process may have at any time, and how
 # the official release ends where it does not leave them.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "limit beside a co-tenant": (
+    "limit next to a co-tenant": (
         {"memory": "8GiB", "other": "4GiB"} | CONTEXT,
         {"llm": {"gpu_memory_limit_bytes": 3 * GIB}},
         3 * GIB,
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
         3 * GIB,
         "",
     ),
-    "slice that only NVML knows, beside a co-tenant": (
+    "slice that only NVML knows, next to a co-tenant": (
         # As HAMi-core's NVML tells it: others' memory is not the container's.
         {"memory": "8GiB", "nvml_total": "3GiB", "nvml_own_use": True, "other": "4GiB"}
         | CONTEXT,
@@ -104,7 +104,7 @@ def start(name: str, llm: dict[str, Any], vllm: str, folder: Path) -> dict[str, 
 
 
 @cases(
-    "limit beside a co-tenant",
+    "limit next to a co-tenant",
     "limit, process unknown, a co-tenant that takes 2 GiB",
     "co-tenant that releases",
 )

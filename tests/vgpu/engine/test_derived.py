@@ -1,6 +1,6 @@
 """Libraries that build on vLLM's classes keep working: docs/libraries.md.
 
-Each way to reach into vLLM is tried by its name, stock beside patched.
+Each way to reach into vLLM is tried by its name, stock compared with patched.
 """
 
 from __future__ import annotations

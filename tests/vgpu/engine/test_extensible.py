@@ -1,4 +1,4 @@
-"""A KV cache that is extended after warm-up and capture, beside one that is estimated.
+"""A KV cache that is extended after warm-up and capture, next to one that is estimated.
 
 Both are ours: `--enable-extensible-kv-cache` or not.
 """
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "draft": {"model": "dense", "draft": 2},
     "vision": {"model": "vision"},
     "sliding": {"model": "sliding"},
-    # Others have the blocks of a layer beside each other.
+    # Others have the blocks of a layer next to each other.
     "block first": {
         "model": "dense",
         "environment": {"VLLM_KV_CACHE_LAYOUT": "BLNHC"},

@@ -27,7 +27,7 @@ def test_stock_churn_loses_memory_and_fails(tmp_path: Path) -> None:
     # device does.
     assert within["used"] - within["reserved"] == 1900 * MIB
     assert within["used"] == 8030 * MIB
-    # The allocation that failed is on record beside those that exist.
+    # The allocation that failed is on record next to those that exist.
     assert within["recorded"] == within["reserved"] + 1830 * MIB
     # The error stays: leaving the pool raises it, and its trim does not happen.
     assert "out of memory" in result["exit"]

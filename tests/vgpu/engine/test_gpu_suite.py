@@ -52,7 +52,7 @@ PARAMETERS = {
 def call(
     module: str, *arguments: str, folder: Path, card: str = CARD
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of gpu/ below the virtual device, or beside it if `card` is empty."""
+    """Run one of gpu/ below the virtual device, or next to it if `card` is empty."""
     command = [sys.executable, "-m", f"gpu.{module}", *arguments]
     if card:
         settings = folder / "card.toml"

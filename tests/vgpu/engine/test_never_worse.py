@@ -33,7 +33,7 @@ def case(v2: bool, utilization: float, **more: Any) -> dict[str, Any]:
 
 
 def beside(v2: bool, level: int, **more: Any) -> dict[str, Any]:
-    """An engine beside one that is asleep at this level, or awake (0)."""
+    """An engine next to one that is asleep at this level, or awake (0)."""
     return case(v2, 0.4, beside=case(v2, 0.4, **more), asleep=level, **more)
 
 
@@ -294,7 +294,7 @@ def test_other_process_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     pairs = compared({"takes": case(v2, 0.9, **GRAPHS, **takes)}, tmp_path)
     official, ours = pairs["takes"]
     assert not (found := worse(ours, official)), found
-    # A --kv-cache-memory that is suggested has room beside it.
+    # A --kv-cache-memory that is suggested has room next to it.
     room = ours["kv"] + int(str(DEVICE["memory"])) - ours["used"]
     assert 0 < max(ours["suggested"]) <= room, ours
 
@@ -454,7 +454,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     },
     "vision": {"model": "vision"},
     "draft": {"model": "dense", "draft": 2},
-    # Drafts beside prefills, whose tensors have the size of a page of the allocator.
+    # Drafts next to prefills, whose tensors have the size of a page of the allocator.
     "n-grams": {
         "model": "hybrid",
         "llm": {
@@ -472,7 +472,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("v2", [pytest.param(False, id="v1", marks=long), V2])
 def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
     """The release does not count queries and outputs in the latent space, keys and
-    values that are projected up, nor any of it beside the workspace of experts, which
+    values that are projected up, nor any of it next to the workspace of experts, which
     the attention before them has not met. The long prompt meets its context."""
     llm = {
         "max_model_len": 16384,

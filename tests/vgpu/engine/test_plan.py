@@ -228,7 +228,7 @@ def test_gptq_without_a_checkpoint_is_quantized(
 
 @pytest.mark.full
 def test_reported_start_is_started_again(tmp_path: Path) -> None:
-    """On a slice whose sources disagree, beside another process."""
+    """On a slice whose sources disagree, next to another process."""
     device = {"memory": "6GiB", "nvml_total": "16GiB", "context": "300MiB"}
     device |= {"name": "A Slice", "compute_capability": "8.6", "other": "1GiB"}
     case = {"model": "dense", "v2": True, "report": True}

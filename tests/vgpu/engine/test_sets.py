@@ -165,7 +165,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "host reserve": host_reserve,
     "hybrid": full_batches_of("hybrid", False),
     "late replies": late_replies,
-    "limit": start_in("limit beside a co-tenant"),
+    "limit": start_in("limit next to a co-tenant"),
     "load of experts": load_of_experts,
     "offloaded": offloaded,
     "prompt logprobs": fragmentation_of("8B, prompt logprobs"),

@@ -1,4 +1,4 @@
-"""Sleep and wake-up beside a trainer: a thread that allocates, frees what sleeps and
+"""Sleep and wake-up next to a trainer: a thread that allocates, frees what sleeps and
 empties PyTorch's cache, while calls of the driver fail.
 
 The argument is a JSON object: "cycles", "seed", "fail" (whether calls fail), "capture"
@@ -98,7 +98,7 @@ class Sleeper:
         self.fail(SLEEP_CALLS)
         self.count["slept"] += self.attempt(self.allocator.sleep, "weights")
         self.fail(WAKE_CALLS)
-        # It may not fit beside the trainer at this moment: the next call works.
+        # It may not fit next to the trainer at this moment: the next call works.
         while not self.attempt(self.allocator.wake_up):
             pass
         self.count["woken"] += 1

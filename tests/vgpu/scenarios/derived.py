@@ -201,7 +201,7 @@ def managed_memory() -> Path:
 
 
 def own_measure() -> dict[str, Any]:
-    """A worker that leaves PyTorch's peak beside the KV cache, and nothing more."""
+    """A worker that leaves PyTorch's peak next to the KV cache, and nothing more."""
     import torch
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -1,7 +1,7 @@
 """Random programs of allocations in the sleep-mode pool, and in a plain MemPool.
 
 The argument is a JSON object: "programs", "seed", and "named", the programs of NAMED to
-run beside them. Each runs twice, on a device of its own size: in use_memory_pool(),
+run next to them. Each runs twice, on a device of its own size: in use_memory_pool(),
 with what vLLM does between modules while loading, and in torch.cuda.use_mem_pool()
 without. A program is killed if it fails in the first alone, saved if in the second
 alone; those killed run without any pool too, as without sleep mode.

@@ -4,7 +4,7 @@ The argument is a JSON object: "programs", the number of them, "seed", the first
 "memory", bytes of the device that a program may take, and "maps", whether the driver
 can map memory; if not, no program uses the sleep-mode pool. A program mixes steps,
 loads (in the sleep-mode pool, too), sleep and wake-up, the end of another engine's
-start, and a caller's tensors. Of three programs one has a thread beside that allocates
+start, and a caller's tensors. Of three programs one has another thread that allocates
 and frees, and one a thread that captures CUDA graphs. A line a program says how it
 ended: it "lives", an action was "out of memory", or it was "harmed", which ends the
 scenario: PyTorch counts memory that the device does not have, contents changed, or
