@@ -41,7 +41,7 @@ class Worker(Base):
         ("self.memory, self.later = config, None", "self.later = 1", "Worker.memory"),
     ],
 )
-def test_what_a_library_may_use(there: str, here: str, different: str) -> None:
+def test_names_that_a_library_may_use(there: str, here: str, different: str) -> None:
     assert there in BEFORE
     found = compare(python_names(BEFORE), python_names(BEFORE.replace(there, here)))
     assert different in found if different else not found

@@ -72,7 +72,7 @@ def test_there_is_nothing_to_carry(both: Project) -> None:
     assert "a fixup of no topic" in both.fails("backport", "--to", "1.2.2")
 
 
-def test_what_differs_needs_a_reason(both: Project) -> None:
+def test_difference_needs_a_reason(both: Project) -> None:
     told = both.ok("compare", "--base", "1.2.2")
     assert "shared: the same\nnewer: absent, it is new" in told
     patch = both.root / "patches/v1.2.2/shared.patch"

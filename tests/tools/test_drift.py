@@ -33,7 +33,7 @@ def test_each_topic_is_told_past_a_conflict(series: Project) -> None:
     assert again == drift(series)
 
 
-def test_what_follows_a_conflict_is_not_charged_with_it(series: Project) -> None:
+def test_topics_after_a_conflict_are_not_charged_with_it(series: Project) -> None:
     plan = (series.tree / "vllm/plan.py").read_text()
     after = plan.replace("p = 2", "p = 3").replace("r = 1", "r = 2")
     series.commit("[Core] Same line", vllm__plan_py=after)

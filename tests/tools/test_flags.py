@@ -20,7 +20,7 @@ def test_page_lists_what_is_added() -> None:
     assert added == set(re.findall(r"^\| `([\w-]+)` \|", table, re.M)) != set()
 
 
-def test_what_is_read_is_in_vllm_or_pytorch() -> None:
+def test_read_variables_are_in_vllm_or_pytorch() -> None:
     """No flag on the page is misspelt, or removed."""
     page = (ROOT / "docs/flags.md").read_text().partition("## Read")[2]
     flags = set(re.findall(r"`--([\w-]+)", page))

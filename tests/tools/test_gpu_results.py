@@ -157,7 +157,7 @@ def test_cases_say_why_they_are_not_run() -> None:
     assert too_large == ["loading: experts"]
 
 
-def test_what_cuts_the_gpu_is_named(
+def test_slices_of_the_gpu_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))

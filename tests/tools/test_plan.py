@@ -47,7 +47,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_asked_wrongly_is_one_line(case: str, tmp_path: Path) -> None:
+def test_wrong_question_is_one_line(case: str, tmp_path: Path) -> None:
     arguments, expected = CASES[case]
     files = {name: tmp_path / name for name in ("empty", "text", "other", "model")}
     files["empty"].mkdir()

@@ -216,7 +216,7 @@ def stacked(topic: Project) -> Project:
     return topic
 
 
-def test_what_a_topic_needs_is_below_it(stacked: Project, clone: Clone) -> None:
+def test_needs_of_a_topic_are_below_it(stacked: Project, clone: Clone) -> None:
     """And nothing else, each commit signed off."""
     stacked.ok(*arguments(clone.path, "--signoff", "--no-hooks", topic="ask-for-less"))
     branch = "envelope/ask-for-less"
@@ -332,7 +332,7 @@ def test_clone_without_a_name_and_with_a_space(
     assert "return 0" in clone.git("show", f"envelope/{TOPIC}:vllm/budget.py")
 
 
-def test_what_the_base_has_already(topic: Project, clone: Clone) -> None:
+def test_topics_that_the_base_has_already(topic: Project, clone: Clone) -> None:
     topic.ok(*arguments(clone.path, "--branch", "first"))
     before = clone.state()
     error = topic.fails(*arguments(clone.path, "--onto", "first"))

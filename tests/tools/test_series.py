@@ -24,7 +24,7 @@ def test_topics_of_an_older_release(base: Base) -> None:
 
 
 @older
-def test_what_differs_says_why(base: Base) -> None:
+def test_differences_have_reasons(base: Base) -> None:
     """`make compare` shows it."""
     assert list(base.differs) == list(differing(NEWEST, base))
     assert all(base.differs.values())

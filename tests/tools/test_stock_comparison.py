@@ -57,7 +57,7 @@ def test_goals_are_counted(
     assert goals == counts, lines
 
 
-def test_what_keeps_the_kv_cache_that_the_release_has() -> None:
+def test_changes_that_keep_the_kv_cache_of_stock() -> None:
     start = Start("dense", "V1", "eager", "", 50)
     row = Row(start, started(500 * MIB, HALF + 1), started(372 * MIB))
     assert row.to_change() == (

@@ -154,7 +154,7 @@ def alone(project: Project) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_what_topics_say_that_they_need_is_enough(topics: Project) -> None:
+def test_needs_of_topics_are_enough(topics: Project) -> None:
     assert alone(topics) == (
         0,
         "".join(

@@ -57,7 +57,7 @@ def test_test_that_is_skipped_may_be_listed() -> None:
     assert compare([Outcome("a/T.x", "skipped")], listed("T.x"))[1] == []
 
 
-def test_what_is_listed_must_be_there_in_a_whole_run() -> None:
+def test_listed_tests_must_be_there_in_a_whole_run() -> None:
     one = [Outcome("a/T.x", "failed")]
     assert compare(one, listed("T.x", "T.gone"), whole=False)[1] == []
     assert compare(one, listed("T.x", "T.gone"))[1] == [
@@ -143,7 +143,7 @@ class Kinds(unittest.TestCase):
         pass
 
 
-def test_what_a_test_of_a_file_came_to() -> None:
+def test_outcomes_of_a_files_tests() -> None:
     module = ModuleType("module")
     vars(module).update(Kinds=Kinds, other=1)
     kinds = {

@@ -42,7 +42,7 @@ def stored(path: Path, entry: zipfile.ZipInfo) -> bytes:
         return file.read(entry.compress_size)
 
 
-def test_what_no_patch_touches_is_copied_compressed_bytes_and_all(
+def test_untouched_files_are_copied_compressed_bytes_and_all(
     built: Project, index: tuple[str, Path]
 ) -> None:
     official = index[1] / "vllm-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl"

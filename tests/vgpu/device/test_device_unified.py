@@ -32,7 +32,7 @@ def touch(size: int) -> mmap.mmap:
 
 
 @pytest.mark.vgpu(memory="16GiB", integrated=True, other="2GiB")
-def test_what_cuda_hands_out_is_the_hosts() -> None:
+def test_allocations_of_cuda_are_the_hosts() -> None:
     from vgpu import control
 
     gpu = Cuda()
@@ -99,7 +99,7 @@ def test_registered_memory_is_counted_once() -> None:
 
 
 @pytest.mark.vgpu(memory="4GiB", integrated=True)
-def test_what_the_host_has_no_room_for_is_out_of_memory() -> None:
+def test_allocation_without_host_memory_is_out_of_memory() -> None:
     from vgpu import control
 
     gpu = Cuda()

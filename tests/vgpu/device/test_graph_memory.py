@@ -186,7 +186,7 @@ def test_launch_frees_what_the_last_one_left_if_it_was_told_to() -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_what_is_freed_in_the_graph_is_gone_after_it() -> None:
+def test_memory_freed_in_the_graph_is_gone_after_it() -> None:
     gpu = Graphs()
     executable, (address,) = gpu.instances(BLOCK, freed=True)
     assert gpu.launch(executable) == OK
@@ -357,7 +357,7 @@ def test_address_is_known_as_long_as_its_graph(freed: bool) -> None:
 
 
 @pytest.mark.vgpu(memory="64MiB")
-def test_what_no_launch_has_allocated_may_be_freed() -> None:
+def test_memory_that_no_launch_has_allocated_may_be_freed() -> None:
     """As PyTorch does with tensors of a graph that it never replays."""
     gpu = Graphs()
     executable, (address,) = gpu.instances(BLOCK + 1, freed=False)

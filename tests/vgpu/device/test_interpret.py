@@ -109,7 +109,7 @@ def test_graph_computes_with_each_launch() -> None:
 @pytest.mark.vgpu(
     memory="1GiB", interpret=CHOSEN, streams_behind=True, behind_queries=0
 )
-def test_what_its_stream_was_given_before_is_done_first() -> None:
+def test_earlier_work_of_its_stream_is_done_first() -> None:
     import torch
 
     from tests.vgpu.device import triton_kernels as kernels

@@ -93,7 +93,7 @@ def test_environment_is_the_callers_and_what_imports_changed(
     assert out == "by the import, by the caller\n"
 
 
-def test_what_was_imported_stays_frozen(server: Server, tmp_path: Path) -> None:
+def test_imported_objects_stay_frozen(server: Server, tmp_path: Path) -> None:
     """Otherwise each garbage collection of an engine's start visits all of it."""
     script = "import gc\ngc.unfreeze()\nprint(gc.get_freeze_count() > 1000)\n"
     assert run(server, script, tmp_path) == (0, "True\n", "")

@@ -39,7 +39,7 @@ def check(result: dict[str, Any]) -> None:
     assert not result["wrong"]
 
 
-def test_what_a_call_comes_to(tmp_path: Path) -> None:
+def test_outcomes_of_a_call(tmp_path: Path) -> None:
     result = calls("envelope", tmp_path, named=NAMED)
     check(result)
     # One executor serves all but the last, before which a step has ended it.

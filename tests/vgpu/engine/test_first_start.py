@@ -122,7 +122,7 @@ def test_first_start_has_the_kv_cache_of_the_second(
 @pytest.mark.parametrize(
     "name", [pytest.param("dense", marks=full), pytest.param("hybrid", marks=long)]
 )
-def test_what_stays_is_counted(name: str, tmp_path: Path) -> None:
+def test_memory_that_stays_is_counted(name: str, tmp_path: Path) -> None:
     """Loaded modules: rejected kernels stay loaded, and a compiled model that is read
     from the cache has some kernels twice."""
     device = DEVICE | {"module": 256 << 10}

@@ -105,7 +105,7 @@ TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
         pytest.param(True, ["asleep 1"], id="v2, all", marks=full),
     ],
 )
-def test_what_the_process_holds_is_not_the_engines(
+def test_memory_of_the_caller_is_not_the_engines(
     v2: bool, names: list[str], tmp_path: Path
 ) -> None:
     """A caller's tensors, and another engine, awake or asleep. And a tactic of
@@ -184,7 +184,7 @@ def test_costs_that_come_once_are_not_multiplied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "v2", [pytest.param(False, id="v1"), pytest.param(True, id="v2")]
 )
-def test_what_comes_with_the_kv_cache_is_counted_once(v2: bool, tmp_path: Path) -> None:
+def test_buffers_of_the_kv_cache_are_counted_once(v2: bool, tmp_path: Path) -> None:
     """Block tables for many long requests, and a workspace that attention makes for its
     first batch: eager and with CUDA graphs, nothing is left for the buffer to hide."""
     llm = {
@@ -419,7 +419,7 @@ def test_experts_without_graphs(tmp_path: Path) -> None:
     "v2",
     [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2", marks=full)],
 )
-def test_what_the_user_chose_is_not_refused(v2: bool, tmp_path: Path) -> None:
+def test_settings_of_the_user_are_not_refused(v2: bool, tmp_path: Path) -> None:
     """Graphs that the user leaves out of the estimate, and more blocks than fit: the
     engine takes more than was requested, as configured."""
     graphs = {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0"}

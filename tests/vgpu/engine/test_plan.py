@@ -155,7 +155,7 @@ def test_numbers_are_those_of_vllm_serve() -> None:
         ({}, "--data-parallel-size 2", "not several engines"),
     ],
 )
-def test_what_vllm_refuses_is_one_line(
+def test_refusal_of_vllm_is_one_line(
     changed: dict[str, Any], flags: str, expected: str, tmp_path: Path
 ) -> None:
     done = plan(

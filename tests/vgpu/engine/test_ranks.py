@@ -438,7 +438,7 @@ def test_blocks_of_the_smallest_rank(tmp_path: Path) -> None:
     ],
     ids=["ring", "ring-and-multicast"],
 )
-def test_what_nccl_takes_is_counted_and_named(
+def test_memory_of_nccl_is_counted_and_named(
     count: int, more: dict[str, str], pages: int, tmp_path: Path
 ) -> None:
     """To the byte, as in test_nccl_memory.py; memory of the first large sum, while the

@@ -109,7 +109,7 @@ def full_batches_of(name: str, v2: bool) -> Callable[[Path], None]:
 
 def late_replies(folder: Path) -> None:
     calls.test_release_shifts_replies(folder)
-    calls.test_what_a_call_comes_to(folder)
+    calls.test_outcomes_of_a_call(folder)
 
 
 def failing_rank(folder: Path) -> None:

@@ -141,7 +141,7 @@ def test_updating_weights_ends_where_it_began(
 
 
 @newer("PyTorch 2.11 takes nothing back of a pool in use; modules are swept")
-def test_what_pytorch_takes_back_of_a_pool_in_use(tmp_path: Path) -> None:
+def test_idle_memory_of_a_pool_in_use_is_reclaimed(tmp_path: Path) -> None:
     """The table of docs/sleep-mode-memory.md."""
     device = {"memory": "3000MiB"}
     result = run("segments", {}, vllm="envelope", device=device, folder=tmp_path)

@@ -53,7 +53,7 @@ def test_engine_starts_within_its_slice(
         ("300MiB", "cuMemCreate", "|  | 4396 | all its processes take 300 MiB more |"),
     ],
 )
-def test_what_holds_below_a_library_is_said(
+def test_limits_below_a_library_are_printed(
     context: str, program: str, row: str, library: Path
 ) -> None:
     done = subprocess.run(

@@ -68,7 +68,7 @@ def test_why_a_trainer_captures_in_one_pool(expandable: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_what_warming_up_caches_is_not_a_neighbours(vllm: str, tmp_path: Path) -> None:
+def test_cache_of_warming_up_is_not_a_neighbours(vllm: str, tmp_path: Path) -> None:
     """V1 warms up the sampler for batches that come when nothing is free any more."""
     llm = {"max_num_seqs": 256, "gpu_memory_utilization": 0.9}
     case = {"model": "llama-8b", "v2": False, "llm": llm, "greedy": True}
