@@ -51,10 +51,11 @@ compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 	@.venv/bin/python -m scripts.compare \
 	  --base $(if $(filter file,$(origin BASE)),$(OLDER),$(BASE))
 
-pr: .venv/ready  ## TOPIC= VLLM_GIT=clone: a branch and the text of a pull request
+pr: .venv/ready  ## TOPIC= or FIRST=9: branch and text of a pull request; VLLM_GIT=clone, else the release
 	@$(call RUN,scripts.source)
-	@$(call RUN,scripts.pr) --topic $(or $(TOPIC),$(error TOPIC=<patch> is needed)) \
-	  --git "$(or $(VLLM_GIT),$(error VLLM_GIT=<clone of upstream> is needed))" \
+	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic \
+	  $(or $(TOPIC),$(error TOPIC=<patch> or FIRST=<number> is needed))) \
+	  $(if $(VLLM_GIT),--git "$(VLLM_GIT)") \
 	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
 	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \
 	  $(if $(NO_HOOKS),--no-hooks)

@@ -4,6 +4,9 @@ The branch is a stack: the topic's needs by topics.toml, a commit each, then the
 topic. Each is merged three-way onto the chosen base in a worktree of its own, so the
 clone's checkout is not touched. A conflict is left in build/ to be resolved; run the
 command again to continue.
+
+Without a clone of upstream the branches are made in build/upstream, which has the
+release as its only commit: to review and test them; each run replaces its branch.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,48 +48,135 @@ STAND_INS = {"ruff-check", "ruff-format", "clang-format"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--topic", required=True, help="patch, with or without .patch")
-    parser.add_argument("--git", type=Path, required=True, help="clone of upstream")
-    parser.add_argument("--onto", default="main", help="branch, tag or commit")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--topic", help="patch, with or without .patch")
+    which.add_argument("--first", type=int, help="so many of the order of proposing")
+    parser.add_argument("--git", type=Path, help="clone of upstream")
+    parser.add_argument("--onto", help="branch, tag or commit (default: main)")
     parser.add_argument("--branch", help="default: envelope/TOPIC")
     parser.add_argument("--signoff", action="store_true", help="you certify the DCO")
     parser.add_argument("--validation", type=Path, help="Markdown to put there")
     parser.add_argument("--no-hooks", action="store_true")
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What is made for a topic, in a worktree until its text is written."""
+
+    name: str
+    patch: Path
+    patches: dict[str, Path]
+    """Its own and those below it, by subject."""
+    proposal: dict[str, Any]
+    onto: str
+    tree: Path
+
+
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
-    patch = chosen(base, args.topic)
-    patches = stacked(base, patch)
-    proposal = proposed(base, patch)
-    branch = args.branch or f"envelope/{patch.stem}"
-    onto = checked(args.git, args.onto, branch)
+    given = args.git is not None
+    args.onto = args.onto or ("main" if given else f"v{base.version}")
+    if not given:
+        with locked(base.root):
+            args.git = release_alone(base)
+    asked = [args.topic]
+    if args.first is not None:
+        if args.branch or args.validation:
+            raise Problem("BRANCH= and VALIDATION= are of one TOPIC=, not of FIRST=.")
+        asked = list(topics.upstream(base.root).order[: args.first])
+    branches = [branch_of(base, args, topic, replace=not given) for topic in asked]
     identity = submitter(args.git) if args.signoff else None
-    validation = measured(args.validation) if args.validation else None
-    runs = results(base, proposal)
-    template = template_of(args.git, onto)
-    tree = base.root / f"build/pr-{patch.stem}"
-    with locked(base.root):
-        merge(base, args.git, onto, patches, tree, again(args, patch))
-    hooks = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(tree)
-    if validation is None:
-        validation = check(base, patch)
-    proposal["not_duplicate"] = stated(
-        proposal["not_duplicate"], topics.threads(base.root)
-    )
-    below = builds_on(base, tree, onto, patches)
-    text = description(tree, template, proposal, validation + runs, hooks, below)
-    path = base.root / f"build/pr-{patch.stem}.md"
-    with locked(base.root):
-        if identity:
-            sign(tree, onto, identity)
-        path.write_text(text)
-        git(args.git, "branch", branch, git(tree, "rev-parse", "HEAD").strip())
-        git(args.git, "worktree", "remove", "--force", str(tree.resolve()))
-    print(f"hooks {hooks}")
-    print(f"{args.git}: branch {branch} on {args.onto}\n{path}: its description")
+    measured_runs = measured(args.validation) if args.validation else None
+    runs = [results(base, branch.proposal) for branch in branches]
+    templates = [template_of(args.git, branch.onto) for branch in branches]
+    hooks = []
+    for branch in branches:
+        with locked(base.root):
+            place(base, args, branch)
+        hooks.append(
+            "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(branch.tree)
+        )
+    if measured_runs is None:
+        tested = check(base, [branch.patch for branch in branches])
+    else:
+        tested = [measured_runs]
+    for branch, template, hook, test, more in zip(
+        branches, templates, hooks, tested, runs, strict=True
+    ):
+        write(base, args, branch, template, hook, test + more, identity)
     if not identity:
         print("not signed off: that is yours to do, with SIGNOFF=1, after your review")
+
+
+def release_alone(base: Base) -> Path:
+    """A repository whose tag v0.1.2 is the source of that release, with no history."""
+    clone = base.root / "build/upstream"
+    tag = f"refs/tags/v{base.version}"
+    clone.mkdir(parents=True, exist_ok=True)
+    git(clone, "init", "-q")
+    git(clone, "fetch", "-q", "--force", str(base.tree), f"{BASE_REF}:{tag}")
+    return clone
+
+
+def branch_of(
+    base: Base, args: argparse.Namespace, topic: str, replace: bool
+) -> Branch:
+    """What is to be made; with `replace` instead of a branch of the name."""
+    patch = chosen(base, topic)
+    name = args.branch or f"envelope/{patch.stem}"
+    patches, proposal = stacked(base, patch), proposed(base, patch)
+    if replace:
+        run_git(args.git, "branch", "-D", name)
+    onto = checked(args.git, args.onto, name)
+    tree = base.root / f"build/pr-{patch.stem}"
+    return Branch(name, patch, patches, proposal, onto, tree)
+
+
+def place(base: Base, args: argparse.Namespace, branch: Branch) -> None:
+    merge(
+        base, args.git, branch.onto, branch.patches, branch.tree,
+        again(args, branch.patch),
+    )  # fmt: skip
+
+
+def write(
+    base: Base,
+    args: argparse.Namespace,
+    branch: Branch,
+    template: str,
+    hooks: str,
+    validation: str,
+    identity: tuple[str, str] | None,
+) -> None:
+    """Make the branch and its description."""
+    tree, known = branch.tree, topics.threads(base.root)
+    looked = ", ".join(looked_up(branch.proposal, known)) or "no thread is known"
+    told = stated(branch.proposal["not_duplicate"], known)
+    proposal = branch.proposal | {"not_duplicate": told}
+    below = builds_on(base, tree, branch.onto, branch.patches)
+    text = description(tree, template, proposal, validation, hooks, below)
+    title = git(tree, "show", "-s", "--format=%s").strip()
+    path = base.root / f"build/pr-{branch.patch.stem}.md"
+    with locked(base.root):
+        if identity:
+            sign(tree, branch.onto, identity)
+        path.write_text(text)
+        git(args.git, "branch", branch.name, git(tree, "rev-parse", "HEAD").strip())
+        git(args.git, "worktree", "remove", "--force", str(tree.resolve()))
+    print(f"title: {title}\nhooks {hooks}")
+    print(f"{args.git}: branch {branch.name} on {args.onto}\n{path}: its description")
+    print(f"look up again before you submit: {looked}")
+
+
+def looked_up(proposal: dict[str, Any], known: dict[str, topics.Thread]) -> list[str]:
+    """The threads that a proposal names, each with its state and the day of it."""
+    told = f"{proposal.get('issues', '')} {proposal['not_duplicate']}"
+    names = dict.fromkeys(re.findall(topics.THREAD, told))
+    return [
+        f"{name} ({known[name].state or 'unknown'}, {known[name].looked})"
+        for name in names
+        if name in known
+    ]
 
 
 def again(args: argparse.Namespace, patch: Path) -> str:
@@ -315,27 +405,33 @@ def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def check(base: Base, patch: Path) -> str:
-    """The output of 'make check' for a patch's tests on the release with just its
+def check(base: Base, patches: list[Path]) -> list[str]:
+    """The output of 'make check' for each patch's tests, on the release with what it
     needs, without it and with it.
 
     Raises:
         Problem: it failed.
     """
-    script = Path(__file__).with_name("check.py")
+    names = [patch.name for patch in patches]
     done = subprocess.run(
-        [sys.executable, str(script), "--root", str(base.root), "--base", base.version,
-         "--alone", patch.name],
+        [sys.executable, "-m", "scripts.check", "--root", str(base.root),
+         "--base", base.version, "--alone", *names],
         capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
-        raise Problem(f"'make check' of {patch.name}: {done.stdout}{done.stderr}")
-    return (
+        raise Problem(f"'make check' of {', '.join(names)}: {done.stdout}{done.stderr}")
+    told, lines = {}, []
+    for line in done.stdout.splitlines():
+        lines.append(line.strip())
+        name = line.partition(": ")[0]
+        if name in names:
+            told[name], lines = lines, []
+    return [
         f"The tests of this change on vLLM {base.version} and what it builds on, "
         "without it and with it, on a virtual CUDA device (exact about memory, "
-        "computes nothing):\n\n"
-        f"```text\n{textwrap.dedent(done.stdout).strip()}\n```\n"
-    )
+        "computes nothing):\n\n```text\n" + "\n".join(told[name]) + "\n```\n"
+        for name in names
+    ]
 
 
 def results(base: Base, proposal: dict[str, Any]) -> str:
@@ -355,8 +451,12 @@ def results(base: Base, proposal: dict[str, Any]) -> str:
 
 def sign(tree: Path, onto: str, identity: tuple[str, str]) -> None:
     """Make the submitter the author of each commit, with sign-off; the patch's author
-    is named."""
+    is named, if it is somebody else."""
     name, address = identity
+    trailers = ["--trailer", f"Signed-off-by: {name} <{address}>"]
+    if identity != IDENTITY:
+        author = "Co-authored-by: {} <{}>".format(*IDENTITY)
+        trailers = ["--trailer", author, *trailers]
     stack = git(tree, "rev-list", "--reverse", f"{onto}..HEAD").split()
     git(tree, "checkout", "-q", "--detach", onto)
     for commit in stack:
@@ -364,9 +464,7 @@ def sign(tree: Path, onto: str, identity: tuple[str, str]) -> None:
         subprocess.run(
             ["git", "-C", str(tree), "-c", f"user.name={name}", "-c",
              f"user.email={address}", "commit", "-q", "--amend", "--no-edit",
-             "--no-verify", "--reset-author",
-             "--trailer", f"Co-authored-by: {IDENTITY[0]} <{IDENTITY[1]}>",
-             "--trailer", f"Signed-off-by: {name} <{address}>"],
+             "--no-verify", "--reset-author", *trailers],
             check=True,
         )  # fmt: skip
 

@@ -34,7 +34,25 @@ extern "C" PyObject* PyInit_native(void) {
   return PyModule_Create(&module);
 }
 """
+TEMPLATE = """\
+## Overview
+
+<!-- Summarize. -->
+
+## Claims
+
+## Validation
+
+<!-- Show
+evidence. -->
+
+## Details
+
+- [ ] AI assistance was used during the creation of this PR.
+- [ ] Another point.
+"""
 SOURCES = {
+    ".github/PULL_REQUEST_TEMPLATE.md": TEMPLATE,
     "PKG-INFO": "Name: vllm\n",
     ".gitignore": "*.so\n/vllm/_version.py\n",
     "csrc/native.cpp": EXTENSION,

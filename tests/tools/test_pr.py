@@ -19,23 +19,6 @@ from scripts.topics import load
 from tests.tools.project import OLDER, ROOT, SOURCES, Project
 
 TOPIC = "halve-what-is-requested"
-TEMPLATE = """\
-## Overview
-
-<!-- Summarize. -->
-
-## Claims
-
-## Validation
-
-<!-- Show
-evidence. -->
-
-## Details
-
-- [ ] AI assistance was used during the creation of this PR.
-- [ ] Another point.
-"""
 HOOKS = """\
 repos:
 - repo: local
@@ -122,9 +105,8 @@ class Clone:
         path.mkdir()
         self.git("init", "-q", "-b", "main")
         for version, sources in (("1.2.2", OLDER), ("1.2.3", SOURCES)):
-            extra = {"PULL_REQUEST_TEMPLATE.md": TEMPLATE}
-            files = sources | {f".github/{n}": t for n, t in extra.items()}
-            for name, text in (files | {".pre-commit-config.yaml": HOOKS}).items():
+            files = sources | {".pre-commit-config.yaml": HOOKS}
+            for name, text in files.items():
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 (path / name).write_text(text)
             self.git("add", "-A", "-f")
@@ -263,6 +245,41 @@ def test_sign_off_is_the_users_own(topic: Project, clone: Clone) -> None:
     )
 
 
+def test_the_author_of_the_patches_signs_off(topic: Project, clone: Clone) -> None:
+    """And is named once."""
+    name, address = IDENTITY
+    config = Path(topic.environment["GIT_CONFIG_GLOBAL"])
+    config.write_text(f"[user]\nname = {name}\nemail = {address}\n")
+    topic.ok(*arguments(clone.path, "--signoff", "--branch", "mine"))
+    told = clone.git("log", "-1", "--format=%(trailers)", "mine")
+    assert told == (
+        f"Co-authored-by: Some Other <other@one>\nSigned-off-by: {name} <{address}>\n\n"
+    )
+
+
+def test_without_a_clone_on_the_release(topic: Project, tmp_path: Path) -> None:
+    """A branch of the release alone, made anew by each run."""
+    measured = ("--validation", str(tmp_path / "measured"))
+    for _ in range(2):
+        shown = topic.ok("pr", "--topic", TOPIC, "--no-hooks", *measured)
+    assert "title: [Core] Halve what is requested\n" in shown
+    assert "look up again before you submit: #1 (open, 2026-11-23)" in shown
+    clone = topic.root / "build/upstream"
+    told = topic.git_of(clone, "log", "--format=%s", f"v1.2.3..envelope/{TOPIC}")
+    assert told == "[Core] Halve what is requested\n"
+    assert (topic.root / f"build/pr-{TOPIC}.md").exists()
+
+
+def test_the_first_of_the_order(stacked: Project, clone: Clone) -> None:
+    path = stacked.root / "patches/topics.toml"
+    order = f'[upstream]\norder = ["ask-for-less", "{TOPIC}"]\n'
+    path.write_text(order + path.read_text())
+    given = ("pr", "--git", str(clone.path), "--no-hooks", "--first")
+    assert "are of one TOPIC=" in stacked.fails(*given, "1", "--branch", "mine")
+    error = stacked.fails(*given, "2")
+    assert f"'make check' of ask-for-less.patch, {TOPIC}.patch" in error
+
+
 def test_no_identity_to_sign_off_with(topic: Project, clone: Clone) -> None:
     topic.environment["GIT_CONFIG_GLOBAL"] = os.devnull
     topic.environment["GIT_CONFIG_NOSYSTEM"] = "1"
@@ -364,8 +381,10 @@ def test_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
 def test_without_the_measured_output_the_check_is_run(
     topic: Project, clone: Clone
 ) -> None:
+    """As make runs it, in the project's folder and without a path to it."""
+    del topic.environment["PYTHONPATH"]
     before = clone.git("for-each-ref")
-    error = topic.fails("pr", "--topic", TOPIC, "--git", str(clone.path))
+    error = topic.fails("pr", "--topic", TOPIC, "--git", str(clone.path), cwd=ROOT)
     assert f"'make check' of {TOPIC}.patch" in error and "is missing" in error
     assert clone.git("for-each-ref") == before
 
