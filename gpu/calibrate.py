@@ -23,6 +23,7 @@ from typing import Any
 
 from gpu.builds import Builds
 from gpu.card import Card, CardError
+from gpu.probe import STACK
 from gpu.suite import command_line, file_name, prepare, survey, write
 from scripts.commands import REPOSITORY, Problem, command
 
@@ -74,6 +75,16 @@ def profile(
             lines += [f"# measured: {meaning}", f"{key} = {measured[key]}"]
         else:
             lines.append(f"# not measured: {key}, {meaning}")
+    if (taken := measured.get("stack")) is not None:
+        lines += [
+            f"# measured: {taken} bytes for a kernel with a stack of {STACK} bytes",
+            f"local_memory = {json.dumps(taken > 0)}",
+        ]
+    if "kernels" in measured:
+        lines.append(
+            f"# measured, {measured['kernels']} bytes, not charged: first kernels of a "
+            "start, after its request"
+        )
     nccl = measured.get("nccl")
     known = "not measured" if nccl is None else f"measured, {nccl} bytes"
     lines += [
@@ -87,7 +98,7 @@ def measure(builds: Builds, folder: Path) -> tuple[dict[str, int], dict[str, str
     """Bytes by what takes them, and why others could not be measured."""
     measured: dict[str, int] = {}
     failed: dict[str, str] = {}
-    for what in ("driver", "nccl"):
+    for what in ("driver", "kernels", "nccl"):
         found = builds.run("gpu.probe", [what], "unpatched", folder, LIMIT)
         if "outcome" in found:
             failed[what] = found["error"]
@@ -140,7 +151,7 @@ def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, entry in content["starts"].items():
         card, predicted = (
-            entry.get(side, {}).get("memory", {}) for side in ("card", "predicted")
+            figures(entry.get(side, {})) for side in ("card", "predicted")
         )
         for figure, found in card.items():
             goal = KV_CACHE_GOAL * found if figure == "kv_cache" else GOAL * total
@@ -150,6 +161,15 @@ def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
                 row["met"] = abs(predicted[figure] - found) <= goal
             rows.append(row)
     return rows
+
+
+def figures(start: dict[str, Any]) -> dict[str, Any]:
+    """With what the driver took after the request: its use, less PyTorch's."""
+    found = dict(start.get("memory", {}))
+    if found and "before_request" in start:
+        outside = start["used"] - start["reserved"]
+        found["driver_after_request"] = outside - start["before_request"]
+    return found
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gpu import calibrate
 from gpu.suite import CYCLES, ROUNDS_THERE, Ratios
 from scripts import caches
 from tests.vgpu.engine.harness import HOOKS, ROOT
@@ -172,6 +173,27 @@ def test_driver_is_measured_to_the_byte(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.partition("RESULT ")[2])
     assert {key: found[key] for key in PARAMETERS} == PARAMETERS
+
+
+def test_kernels_of_a_start_are_measured(tmp_path: Path) -> None:
+    """PyTorch's take nothing on the virtual device; Triton's are loaded as modules."""
+    card = CARD + 'compute_capability = "9.0"\nsm_count = 2\nlocal_memory = true\n'
+    done = call("probe", "kernels", folder=tmp_path, card=card)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.partition("RESULT ")[2])
+    assert found["stack"] == (3072 - 1024) * 2 * 2048
+    steps = {name: size for name, size in found.items() if name.startswith("first ")}
+    assert found["kernels"] == sum(steps.values()) == steps["first sampler"] > 0
+    assert found["first sampler"] % MIB == 0
+
+
+def test_what_the_driver_took_after_the_request_is_compared() -> None:
+    """72 MiB on the H100, which its calibration did not tell apart."""
+    (path,) = (ROOT / "results").glob("calibration-h100-*.json")
+    rows = calibrate.compare(json.loads(path.read_text()))
+    found = [row for row in rows if row["figure"] == "driver_after_request"]
+    assert [row["card"] for row in found] == [72 * MIB] * 2
+    assert all(row["predicted"] < 8 * MIB for row in found)
 
 
 def test_communicator_is_measured(tmp_path: Path) -> None:
