@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from bench import kv_table
 from scripts.commands import Problem, command, write_whole
 from scripts.compare import releases
 from scripts.release import Base
@@ -436,6 +437,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "gpu-kv-cache-extensible": lambda root: gpu_kv_cache(root, extensible=True),
     "gpu-tests": gpu_tests,
     "gpu-prediction": gpu_prediction,
+    "kv-bytes": kv_table.table,
     "limit-per-step": limit_per_step,
     "limit-calls": limit_calls,
     "older-patches": older_patches,
