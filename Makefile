@@ -15,7 +15,7 @@ TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 .PHONY: wheel overlay image source export rebase drift backport compare pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-stock bench-first-start bench-rank-fails \
-  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan kv-table slice plan gpu calibrate bundle results-page findings \
+  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan bench-peers kv-table slice plan gpu calibrate bundle results-page findings \
   figures tables help
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
@@ -170,6 +170,10 @@ plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, 
 bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern AGAIN=1
 	@$(call RUN,bench.published_runs) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
 	  --page docs/plan-against-real-cards.md
+	@$(call RUN,bench.figures)
+
+bench-peers: .venv/ready  ## other planners on the published runs, from their packages
+	@$(call RUN,bench.compare_peers)
 
 kv-table: vgpu  ## KV cache bytes of a token, by model: CONFIGS="folders" ONLY=pattern PLAN=pattern
 	@$(call RUN,bench.kv_table) $(if $(CONFIGS),--configs $(CONFIGS)) \

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from bench import kv_table
+from bench import kv_table, published_runs
 from scripts.commands import Problem, command, write_whole
 from scripts.compare import releases
 from scripts.release import Base
@@ -438,6 +438,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "gpu-tests": gpu_tests,
     "gpu-prediction": gpu_prediction,
     "kv-bytes": kv_table.table,
+    "added-runs": published_runs.added,
     "limit-per-step": limit_per_step,
     "limit-calls": limit_calls,
     "older-patches": older_patches,

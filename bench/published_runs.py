@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -27,6 +27,8 @@ from bench.virtual import recorded
 from scripts.commands import Problem, command, scratch, write_whole
 
 DATA = "results/real-cards"
+REPLAYED = f"{DATA}/replayed.json"
+PEERS = f"{DATA}/peers.json"
 GIB = 1 << 30
 MIB = 1 << 20
 # By words of the published name; the others give the size of their card.
@@ -55,24 +57,23 @@ class Quantity:
     name: str
     published: str
     """A field of a run."""
-    predicted: Callable[[dict[str, Any]], float | None]
+    key: str
+    """Of what plan_engine.py tells."""
     bytes: bool = True
 
-
-def gib_of(key: str) -> Callable[[dict[str, Any]], float | None]:
-    def read(result: dict[str, Any]) -> float | None:
-        return None if result.get(key) is None else result[key] / GIB
-
-    return read
+    def predicted(self, result: dict[str, Any]) -> float | None:
+        """In GiB, or tokens."""
+        found: int | None = result.get(self.key)
+        return found / GIB if self.bytes and found is not None else found
 
 
 QUANTITIES = [
-    Quantity("weights", "model_loading_gib", gib_of("weights")),
-    Quantity("activations", "torch_peak_increase_gib", gib_of("activations")),
-    Quantity("outside torch", "non_torch_increase_gib", gib_of("non_torch")),
-    Quantity("graphs", "cudagraph_actual_gib", gib_of("cuda_graphs")),
-    Quantity("KV cache", "available_kv_gib", gib_of("kv_available")),
-    Quantity("KV tokens", "kv_tokens", lambda r: r.get("kv_tokens"), bytes=False),
+    Quantity("weights", "model_loading_gib", "weights"),
+    Quantity("activations", "torch_peak_increase_gib", "activations"),
+    Quantity("outside torch", "non_torch_increase_gib", "non_torch"),
+    Quantity("graphs", "cudagraph_actual_gib", "cuda_graphs"),
+    Quantity("KV cache", "available_kv_gib", "kv_available"),
+    Quantity("KV tokens", "kv_tokens", "kv_tokens", bytes=False),
 ]
 
 
@@ -98,6 +99,7 @@ def main(args: argparse.Namespace) -> None:
     for number, run in enumerate(chosen, 1):
         print(f"{number} of {len(chosen)}: {run['id']}", file=sys.stderr, flush=True)
         rows.append(replay(run, args.root, kept, args.again))
+    record(args.root, rows)
     text = page(rows, (folder / "NOTES.md").read_text(), recorded(args.root))
     if args.page:
         write_whole(args.page, text)
@@ -255,6 +257,122 @@ def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
             merge(config[key], value)
         else:
             config[key] = value
+
+
+# ---- runs that were added, beside other planners
+
+
+def record(root: Path, rows: Sequence[Row]) -> None:
+    """Keep what was predicted for the runs that were added, a run a line."""
+    file = root / REPLAYED
+    known = json.loads(file.read_text()) if file.exists() else {}
+    for row in rows:
+        own = "added" in row.run and row.release == row.of_run and not row.left_out
+        if own and row.result["outcome"] == "started":
+            known[row.run["id"]] = {q.key: row.result.get(q.key) for q in QUANTITIES}
+    lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(known.items()))
+    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def added(root: Path) -> str:
+    """Tables of the runs that were added: how far predictions are off, and each run."""
+    runs = tomllib.loads((root / DATA / "runs.toml").read_text())["run"]
+    known = json.loads((root / REPLAYED).read_text())
+    told = json.loads((root / PEERS).read_text())
+    runs = [run for run in runs if "added" in run]
+    rows = [
+        Row(run, run["vllm_version"], {"outcome": "started"} | known[run["id"]])
+        for run in runs
+        if run["id"] in known
+    ]
+    lines = ["", "", *off_by(runs, rows), "", *of_peers(runs, rows, told), ""]
+    names = [*(quantity.name for quantity in QUANTITIES), *told]
+    lines += [f"| run | {' | '.join(names)} |", "| --- " + "| ---: " * len(names) + "|"]
+    by_id = {row.run["id"]: row for row in rows}
+    for run in runs:
+        row = by_id.get(run["id"], Row(run, run["vllm_version"], {}))
+        cells = [cell(row, quantity) for quantity in QUANTITIES]
+        cells += [peer_cell(run, rows_of[run["id"]]) for rows_of in told.values()]
+        lines.append(f"| {short_name(row)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", ""])
+
+
+def short_name(row: Row) -> str:
+    name = str(row.run["id"]).removeprefix("llmd-0190-")
+    return name + (" (judges)" if row.judges else "")
+
+
+def off_by(runs: Sequence[dict[str, Any]], rows: Sequence[Row]) -> Iterator[str]:
+    yield "| runs | replayed | KV tokens, mean | worst | goal | graphs, worst |"
+    yield "| --- | ---: | ---: | ---: | --- | ---: |"
+    graphs, tokens = QUANTITIES[3], QUANTITIES[5]
+    for several, goal in ((False, "0.1 %, 0.5 %"), (True, "1 %, 3 %")):
+        for judges in (True, False):
+            every = [
+                run["id"]
+                for run in runs
+                if (run["gpu_count"] > 1, Row(run, "", {}).judges) == (several, judges)
+            ]
+            those = [row for row in rows if row.run["id"] in every]
+            name = "judging" if judges else "for fitting"
+            place = "several GPUs" if several else "one GPU"
+            cells = [
+                f"{name}, {place}", f"{len(those)} of {len(every)}",
+                *percent([row.share(tokens) for row in those]), goal,
+                percent([row.share(graphs) for row in those])[1],
+            ]  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+
+
+def percent(shares: Sequence[float | None]) -> tuple[str, str]:
+    """Mean and worst."""
+    known = [100 * abs(share) for share in shares if share is not None]
+    return (f"{mean(known):.2f} %", f"{max(known):.2f} %") if known else ("", "")
+
+
+def of_peers(
+    runs: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
+    told: dict[str, dict[str, dict[str, Any]]],
+) -> Iterator[str]:
+    """How far each is off in KV tokens, and in bytes of a token."""
+    ends = "runs | mean | worst"
+    yield f"| planner | quantity | {ends} | `make plan`, {ends} |"
+    yield "| --- | --- " + "| ---: " * 6 + "|"
+    ours = {row.run["id"]: row.share(QUANTITIES[5]) for row in rows}
+    published = {
+        run["id"]: {"kv_tokens": run["llm_d_planner_kv_tokens"]}
+        for run in runs
+        if "llm_d_planner_kv_tokens" in run
+    }
+    for name, answers in ({"llm-d-planner, as published": published} | told).items():
+        for key, words in {"kv_tokens": "KV tokens", "kv_bytes": "bytes/token"}.items():
+            off = {
+                run["id"]: answers[run["id"]][key] / truth(run)[key] - 1
+                for run in runs
+                if key in answers.get(run["id"], {})
+            }
+            if not off:
+                continue
+            same = [ours[i] for i in off if i in ours] if key == "kv_tokens" else []
+            cells = [name, words, str(len(off)), *percent(list(off.values()))]
+            cells += [str(len(same)) if same else "", *percent(same)]
+            yield f"| {' | '.join(cells)} |"
+
+
+def truth(run: dict[str, Any]) -> dict[str, float]:
+    """What was published, of one GPU."""
+    tokens = run["kv_tokens"]
+    return {"kv_tokens": tokens, "kv_bytes": run["available_kv_gib"] * GIB / tokens}
+
+
+def peer_cell(run: dict[str, Any], answer: dict[str, Any]) -> str:
+    for key in "kv_tokens", "kv_bytes":
+        if key in answer:
+            share = 100 * (answer[key] / truth(run)[key] - 1)
+            unit = " B" if key == "kv_bytes" else ""
+            return f"{answer[key]:,.0f}{unit} ({share:+.1f} %)"
+    return "-"
 
 
 # ---- the page

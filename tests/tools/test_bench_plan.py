@@ -117,3 +117,30 @@ def test_quantization_that_no_config_says_is_passed_on(tmp_path: Path) -> None:
     assert flags("none", quantization="None") == ()
     said = {"quantization_config": {"quant_method": "fp8"}}
     assert flags("said", quantization="fp8", config_added=said) == ()
+
+
+def test_planners_are_asked_about_the_added_runs_and_compared_in_tokens() -> None:
+    runs = [
+        RUN | {"id": name, "added": "2026-11-27", "available_kv_gib": 1.0}
+        for name in ("one", "two")
+    ]
+    rows = [published_runs.Row(runs[0], "0.19.0", STARTED)]
+    told = {"a planner==1": {"one": {"kv_tokens": 1500}, "two": {"kv_bytes": 2 * GIB}}}
+    *_, tokens, each = published_runs.of_peers(runs, rows, told)
+    assert tokens == (
+        "| a planner==1 | KV tokens | 1 | 50.00 % | 50.00 % | 1 | 1.00 % | 1.00 % |"
+    )
+    assert each.startswith("| a planner==1 | bytes/token | 1 | 199900.00 %")
+    assert published_runs.peer_cell(runs[0], told["a planner==1"]["one"]) == (
+        "1,500 (+50.0 %)"
+    )
+    assert published_runs.peer_cell(runs[0], {"error": "knows one GPU"}) == "-"
+
+
+def test_runs_that_were_not_replayed_are_counted() -> None:
+    runs = [RUN | {"id": f"run {n}", "added": "2026-11-27"} for n in range(4)]
+    rows = [published_runs.Row(runs[0], "0.19.0", STARTED)]
+    lines = list(published_runs.off_by(runs, rows))[2:]
+    of = [line.split(" | ")[1] for line in lines]
+    assert sum(int(cell.split(" of ")[1]) for cell in of) == 4
+    assert sum(int(cell.split(" of ")[0]) for cell in of) == 1
