@@ -140,7 +140,7 @@ SAYS = {
             "llm": {
                 "kv_cache_memory_bytes": 3040 * MIB,
                 "gpu_memory_limit_bytes": 3 * GIB,
-            }
+            },
         },
         r"Set it to at most (\d+), or raise",
         lambda case, _, said: [asks(case, kv_cache_memory_bytes=int(said[0]))],

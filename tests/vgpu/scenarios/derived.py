@@ -278,7 +278,7 @@ def own_inits() -> dict[str, Any]:
     class OwnAllocator(CuMemAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
             self.current_tag = CuMemAllocator.default_tag
-            self.pointer_to_data = {}
+            self.pointer_to_data: dict[int, Any] = {}
             self.allocator_and_pools: dict[str, Any] = {}
             self.python_malloc_callback = self._python_malloc_callback
             self.python_free_callback = self._python_free_callback
