@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.vgpu.scenarios import derived
 
-LIBRARIES = Path(__file__).resolve().parents[2] / "build/libraries"
+LIBRARIES = Path(__file__).resolve().parents[3] / "build/libraries"
 
 
 def unsloth_standby() -> dict[str, Any]:
