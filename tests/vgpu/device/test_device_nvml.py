@@ -243,3 +243,14 @@ def test_no_device_has_a_fabric() -> None:
     info.version = 1
     with pytest.raises(n.NVMLError):
         n.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+
+
+@pytest.mark.vgpu
+def test_calls_of_nvml_are_counted() -> None:
+    from vgpu import control
+
+    n = nvml()
+    n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))
+    n.nvmlInit()
+    assert control.made("nvmlInit*") == 2
+    assert control.made("nvmlDevice*") == 2

@@ -6,6 +6,7 @@
 #include <strings.h>
 
 #include "state/account.h"
+#include "state/calls.h"
 
 enum {
   OK = 0,
@@ -36,6 +37,7 @@ static int enter(const char* call, Handle handle, bool has_handle) {
   if (!state_init()) return UNINITIALIZED;
   if (has_handle && !is_handle(handle)) return INVALID_ARGUMENT;
   if (config.trace) message("%s", call);
+  call_made(call);
   char base[NAME_BYTES];
   snprintf(base, sizeof base, "%s", call);
   char* v = strrchr(base, '_');
