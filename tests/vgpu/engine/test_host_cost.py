@@ -27,4 +27,4 @@ def test_a_start_and_a_step_make_few_calls_more(tmp_path: Path) -> None:
     )  # fmt: skip
     assert round(ours["calls"] - stock["calls"]) <= 10
     nvml = [site["nvml_initializations"] for site in (stock, ours)]
-    assert 0 < nvml[0] <= nvml[1] <= nvml[0] + 15
+    assert 0 < nvml[0] <= nvml[1] <= nvml[0] + 18
