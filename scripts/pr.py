@@ -425,7 +425,7 @@ def check(base: Base, patches: list[Path]) -> list[str]:
         lines.append(line.strip())
         name = line.partition(": ")[0]
         if name in names:
-            told[name], lines = lines, []
+            told[name], lines = lines[:-1], []  # without the name of our file
     return [
         f"The tests of this change on vLLM {base.version} and what it builds on, "
         "without it and with it, on a virtual CUDA device (exact about memory, "
