@@ -1,10 +1,10 @@
 """Write the bytes of KV cache that models keep for a token: by vLLM's own code, which
 kv_specs.py runs, and by hand from the config alone.
 
---configs has folders of config.json files, each named after its model; --only chooses
-some. With --plan, an engine starts for those that its pattern names, as `make plan`
-would, and its tokens are kept, too. docs/data/kv-bytes.json has all of it; `make
-figures` writes the table of docs/kv-cache-of-models.md from it.
+--configs has folders of config.json files, each named after its model, in place of
+ours; --only chooses some. With --plan, an engine starts for those that its pattern
+names, as `make plan` would, and its tokens are kept, too. docs/data/kv-bytes.json has
+all of it; `make figures` writes the table of docs/kv-cache-of-models.md from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ COLUMNS = [
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", nargs="+", type=Path, help="folders of configs")
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        type=Path,
+        help="folders of others, which are shown alone",
+    )
     parser.add_argument("--only", default="", help="pattern: models")
     parser.add_argument("--plan", default="^$", help="pattern: models to start")
 
@@ -56,17 +61,22 @@ def main(args: argparse.Namespace) -> None:
     release = Release.find(args.root, args.base, ours=False)
     data = args.root / DATA
     known = json.loads(data.read_text()) if data.exists() else {}
+
+    def keep() -> None:
+        if not args.configs:  # those of the page
+            write(data, known)
+
     with scratch(args.root / "build", "kv-table") as folder:
         models = {name: model(file, folder / name) for name, file in files.items()}
         for told in specs(release, models, folder):
             name = told.pop("name")
             kept = {k: v for k, v in known.get(name, {}).items() if k == "plan"}
             known[name] = {"by_hand": by_hand(config_of(files[name]))} | told | kept
-            write(data, known)
+            keep()
         for name, path in models.items():
             if re.search(args.plan, name):
                 known[name]["plan"] = planned(release, path, folder)
-                write(data, known)
+                keep()
     for name in files:
         print(row(name, known[name]))
 
