@@ -145,6 +145,40 @@ def _casts(native: Any) -> Any:
     return cast
 
 
+def _multiplies(native: Any) -> Any:
+    def dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return native(self, _widened(a), _widened(b), *more)
+
+    return dot
+
+
+def _collects(native: Any) -> Any:
+    """A sum or product of a row, in float32 where it is one of bfloat16."""
+
+    def collected(self: Any, row: Any) -> Any:
+        _refuse_fp8(row.dtype)
+        if row.dtype.scalar != tl.bfloat16:
+            return native(self, row)
+        wide = native(self, self.to_tensor(_widened(row.handle).data, tl.float32))
+        several = isinstance(wide, list)
+        narrow = [
+            self.to_tensor(_narrowed(each.handle.data).data, tl.bfloat16)
+            for each in (wide if several else [wide])
+        ]
+        return narrow if several else narrow[0]
+
+    return collected
+
+
+def _refuses_small_floats(native: Any) -> Any:
+    def atomic(self: Any, what: Any, at: Any, value: Any, *more: Any) -> Any:
+        if value.dtype.scalar == tl.bfloat16:
+            raise NotImplementedError("Triton's interpreter has no atomics of bfloat16")
+        return native(self, what, at, value, *more)
+
+    return atomic
+
+
 # ---- the language
 
 
@@ -164,6 +198,15 @@ class _Language:
             scope.set_attr(builder, name, _computes(getattr(builder, name)))
         for name in ("cast_impl", "create_fp_to_fp"):
             scope.set_attr(builder, name, _casts(getattr(builder, name)))
+        scope.set_attr(builder, "create_dot", _multiplies(builder.create_dot))
+        atomic = _refuses_small_floats(builder.create_atomic_rmw)
+        scope.set_attr(builder, "create_atomic_rmw", atomic)
+        for owner, name in (
+            (interpreter.ReduceOps, "sum"),
+            (interpreter.ScanOps, "cumsum"),
+            (interpreter.ScanOps, "cumprod"),
+        ):
+            scope.set_attr(owner, name, _collects(getattr(owner, name)))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):
                 scope.set_attr(tl.tensor, name, _method(member))

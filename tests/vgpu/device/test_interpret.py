@@ -176,3 +176,22 @@ def test_bfloat16_is_computed_and_fp8_is_refused() -> None:
     to = torch.zeros(2, 64, dtype=torch.float8_e4m3fn).cuda()
     with pytest.raises(Exception, match="computes no FP8"):
         kernels.chosen_sum_kernel[(1,)](to, *given, 64, BLOCK=64)
+
+
+@pytest.mark.vgpu(memory="1GiB", interpret=CHOSEN)
+def test_rows_of_bfloat16_are_summed_and_multiplied() -> None:
+    """Triton's interpreter alone adds and multiplies their bits as integers."""
+    import torch
+
+    from tests.vgpu.device import triton_kernels as kernels
+
+    x = torch.arange(256).reshape(16, 16).remainder(7).bfloat16()
+    to = torch.zeros(17, 16, dtype=torch.bfloat16).cuda()
+    product = torch.zeros(16, 16).cuda()
+    kernels.chosen_rows_kernel[(1,)](to, product, x.cuda(), BLOCK=16)
+    sums, running = to.cpu()[0], to.cpu()[1:]
+    assert torch.equal(sums, x.sum(1))
+    assert torch.equal(running, x.cumsum(1))
+    assert torch.equal(product.cpu(), x.float() @ x.float())
+    with pytest.raises(Exception, match="no atomics of bfloat16"):
+        kernels.add_kernel[(1,)](to, x.cuda())

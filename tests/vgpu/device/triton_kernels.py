@@ -64,3 +64,14 @@ def chosen_sum_kernel(to, x, y, narrow, n, BLOCK: tl.constexpr):
     a, b = tl.load(x + index), tl.load(y + index)
     tl.store(to + index, tl.where(a < b, a + b, -(a * b)))
     tl.store(to + n + index, tl.load(narrow + index).to(to.dtype.element_ty))
+
+
+@triton.jit
+def chosen_rows_kernel(to, product, of, BLOCK: tl.constexpr):
+    """A row's sum and running sums, and the product of all with themselves."""
+    index = tl.arange(0, BLOCK)
+    square = index[:, None] * BLOCK + index[None, :]
+    x = tl.load(of + square)
+    tl.store(to + index, tl.sum(x, axis=1))
+    tl.store(to + BLOCK + square, tl.cumsum(x, axis=1))
+    tl.store(product + square, tl.dot(x, x))
