@@ -27,13 +27,16 @@ def of(peer: Any, row: dict[str, Any]) -> dict[str, Any]:
     ranks = {"tp": row["tp"], "pp": row["pp"]}
     try:
         detail = peer.KVCacheDetail(row["id"], asked)
-        blocks = peer.total_kv_cache_blocks(
-            row["id"], asked, row["max_model_len"], GPU_GIB, row["share"], **ranks
+        room = peer.allocatable_kv_cache_memory(
+            row["id"], asked, GPU_GIB, row["share"], **ranks
         )
     except Exception as error:
         return {"error": str(error)[:100]}
-    each = detail.per_token_memory_bytes / (row["tp"] * row["pp"])
-    return {"kv_tokens": 16 * blocks, "kv_bytes": each}
+    # Of all GPUs, as its number of requests is counted. Its total_kv_cache_blocks
+    # divides the memory of all by the bytes of a token on one.
+    every = detail.per_token_memory_bytes
+    tokens = int(room * 2**30 / every)
+    return {"kv_tokens": tokens, "kv_bytes": every / (row["tp"] * row["pp"])}
 
 
 if __name__ == "__main__":
