@@ -22,6 +22,7 @@ from scripts.release import Base
 
 MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
 MIB, GIB = 1 << 20, 1 << 30
+RANDOM = "docs/data/random-starts.json"
 STARTS = "docs/data/start-within-the-budget.md"
 ROWS = "docs/data/never-worse.md"
 SERVING = "docs/fragmentation.md"
@@ -151,6 +152,28 @@ def loads(root: Path) -> str:
     return (
         f"stock vLLM ran out of memory in {share(2)} loads, "
         f"the patched build in {share(5)}"
+    )
+
+
+def random_starts(root: Path) -> str:
+    rows = json.loads((root / RANDOM).read_text())["starts"].values()
+
+    def number(build: str, what: str) -> int:
+        return sum(row[build] == what for row in rows)
+
+    def beyond(build: str) -> int:
+        return sum(row[f"{build} above"] > 0 for row in rows)
+
+    lost = sum(row["stock"] == "serves" and row["patched"] != "serves" for row in rows)
+    less = [row for row in rows if row["verdict"].endswith("less of KV cache")]
+    both = [row["less"] - row["stock above"] for row in less]
+    return (
+        f"of {len(rows)} starts, stock vLLM serves {number('stock', 'serves')} and "
+        f"exceeds its budget in {beyond('stock')}; the patched build serves "
+        f"{number('patched', 'serves')} and exceeds it in {beyond('patched')}. {lost} "
+        "that stock vLLM serves it does not. "
+        f"In {len(less)} its KV cache is over 128 MiB smaller, and by more than stock "
+        f"vLLM exceeds its budget: by at most {max(both) // MIB} MiB more"
     )
 
 
@@ -406,6 +429,7 @@ def gpu_prediction(root: Path) -> str:
 FIGURES: dict[str, Callable[[Path], str]] = {
     "starts-above": starts_above,
     "full-batches": full_batches,
+    "random-starts": random_starts,
     "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
     "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
     "serving-above": serving_above,

@@ -21,13 +21,13 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.scenarios.loads import NGRAM
-from bench.virtual import HOOKS, SITES, environment_of, results
+from bench.virtual import HOOKS, SITES, environment_of, recorded, results
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -282,6 +282,23 @@ def worse(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
     return ""
 
 
+def row(
+    start: Start, official: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, str | int]:
+    """Of a recorded start: bytes by which each is above its request and by which the
+    KV cache is smaller, if both start."""
+    told: dict[str, str | int] = {"name": start.name}
+    for name, result in ("stock", official), ("patched", ours):
+        started = result["outcome"] == "started"
+        serves = started and result["served"] == "lives"
+        told[name] = "serves" if serves else "OOM" if started else result["outcome"]
+        told[f"{name} above"] = above(start, result)
+    if {official["outcome"], ours["outcome"]} == {"started"}:
+        fewer = 1 - ours["blocks"] / official["blocks"]
+        told["less"] = int(fewer * official.get("kv", 0))
+    return told | {"verdict": worse(start, official, ours) or "ok"}
+
+
 def line(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
     told = []
     for result in official, ours:
@@ -301,7 +318,7 @@ def line(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", default="1", help="of the device, and of a start")
     parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--results", type=Path, help="JSON file to write")
+    parser.add_argument("--results", type=Path, help="JSON file to add the starts to")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -311,20 +328,27 @@ def main(args: argparse.Namespace) -> None:
     numbers = range(int(first or 0), int(first or 0) + args.count)
     starts = [draw(int(seed), number, card) for number in numbers]
     print(json.dumps(card), flush=True)
-    rows, failed = [], []
+    rows: dict[str, dict[str, str | int]] = {}
+    if args.results and args.results.exists():
+        rows = json.loads(args.results.read_text())["starts"]
+    commit = recorded(args.root)
+    failed = []
     for scenario, some in of_scenario(starts):
         both = [start_all(base, card, scenario, some, site) for site in SITES]
         for start, official, ours in zip(some, *both, strict=True):
             print(line(start, official, ours), flush=True)
             failed += [start.seed] if worse(start, official, ours) else []
-            rows.append(
-                {"start": asdict(start), "official": official, "envelope": ours}
-            )
+            rows[start.seed] = row(start, official, ours) | {"recorded": commit}
             if args.results:
-                told = {"device": card, "rows": rows}
-                write_whole(args.results, json.dumps(told, indent=1) + "\n")
+                write_whole(args.results, text_of(rows))
     if failed:
         raise Problem(f"ours is worse in {len(failed)} of {len(starts)}: {failed}")
+
+
+def text_of(rows: dict[str, dict[str, str | int]]) -> str:
+    """The file of starts, a line each."""
+    lines = [f"{json.dumps(seed)}: {json.dumps(told)}" for seed, told in rows.items()]
+    return '{"starts": {\n' + ",\n".join(lines) + "\n}}\n"
 
 
 def start_all(
