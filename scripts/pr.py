@@ -7,6 +7,8 @@ command again to continue.
 
 Without a clone of upstream the branches are made in build/upstream, which has the
 release as its only commit: to review and test them; each run replaces its branch.
+
+One file, however long: a stack of branches, its tests and its text are one command.
 """
 
 from __future__ import annotations
