@@ -391,11 +391,11 @@ def limit_per_step(root: Path) -> str:
 
 
 def limit_calls(root: Path) -> str:
-    """Calls of Python and C in a step with a limit in bytes."""
+    """Calls of Python and C in a step with a limit in bytes, in a caller's process."""
     more = [
         100 * (int(row[8]) / int(row[7]) - 1)
         for row in table(root / SERVING, "| model | limit |")
-        if row[1] == "in bytes"
+        if row[1] == "in bytes, a caller's process"
     ]
     return f"{span(more, '.0f')} %"
 

@@ -5,6 +5,8 @@ from their logs: docs/plan-against-real-cards.md.
 A run whose release has no environment here is replayed with the nearest that has one,
 and marked. --results keeps the result of each start, and reads it again unless --again
 is given.
+
+One file, however long: the page and its runs are one command.
 """
 
 from __future__ import annotations
