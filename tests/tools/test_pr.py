@@ -1,4 +1,6 @@
-"""A pull request is a branch in the user's clone and a text, or nothing."""
+"""A pull request is a branch in the user's clone and a text, or nothing.
+
+One file, however long: its tests share a clone and a series of three topics."""
 
 from __future__ import annotations
 
