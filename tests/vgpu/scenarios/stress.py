@@ -87,7 +87,6 @@ class Process:
         )
         self.worker.cache_config = SimpleNamespace(gpu_memory_limit_bytes=None)
         self.worker.startup_memory = SimpleNamespace(limit=None)
-        self.step_memory: Any = contextlib.nullcontext
         self.serving_begins()
         self.pool = CuMemAllocator.get_instance()
         self.held: list[tuple[torch.Tensor, int]] = []
@@ -100,18 +99,16 @@ class Process:
             from vllm.v1.worker.serving_memory import ServingMemory
         except ImportError:  # the release has no such module
             return
-        serving = ServingMemory(self.worker)
-        serving.end()
-        serving.begin()
-        self.step_memory = serving.step
+        self.worker.serving_memory = ServingMemory(self.worker)
+        self.worker.serving_memory.end()
+        self.worker.serving_memory.begin()
 
     def step(self) -> None:
         tokens = self.rng.choice((64, 256, 2048, 8192))
         tokens = self.rng.randrange(tokens // 8, tokens)
-        with self.step_memory():
-            for _ in range(3):
-                kept = layer(tokens)
-            del kept
+        for _ in range(3):
+            kept = layer(tokens)
+        del kept
 
     def load(self) -> None:
         """Load: many transients, few tensors that stay."""
