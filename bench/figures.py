@@ -377,14 +377,16 @@ def gpu_tests(root: Path) -> str:
     return str(max(passed))
 
 
+def steps_of_callers(root: Path) -> list[list[str]]:
+    """Rows of steps with a limit in bytes, in a caller's process."""
+    rows = table(root / SERVING, "| model | limit |")
+    return [row for row in rows if row[1] == "in bytes, a caller's process"]
+
+
 def limit_per_step(root: Path) -> str:
     """The settings of a limit in bytes in a caller's process, by the fastest step on a
     GPU."""
-    settings = [
-        float(row[5])
-        for row in table(root / SERVING, "| model | limit |")
-        if row[1] == "in bytes, a caller's process"
-    ]
+    settings = [float(row[5]) for row in steps_of_callers(root)]
     fastest = min(stock["ms_per_step"] for _, _, stock, _ in cases(root)
                   if "ms_per_step" in stock)  # fmt: skip
     return f"{ceil(100 * max(settings) / fastest)} %"
@@ -392,11 +394,7 @@ def limit_per_step(root: Path) -> str:
 
 def limit_calls(root: Path) -> str:
     """Calls of Python and C in a step with a limit in bytes, in a caller's process."""
-    more = [
-        100 * (int(row[8]) / int(row[7]) - 1)
-        for row in table(root / SERVING, "| model | limit |")
-        if row[1] == "in bytes, a caller's process"
-    ]
+    more = [100 * (int(row[8]) / int(row[7]) - 1) for row in steps_of_callers(root)]
     return f"{span(more, '.0f')} %"
 
 

@@ -282,6 +282,12 @@ def worse(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
     return ""
 
 
+def end_of(result: dict[str, Any]) -> str:
+    if result["outcome"] != "started":
+        return str(result["outcome"])
+    return "serves" if result["served"] == "lives" else "OOM"
+
+
 def row(
     start: Start, official: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, str | int]:
@@ -289,9 +295,7 @@ def row(
     KV cache is smaller, if both start."""
     told: dict[str, str | int] = {"name": start.name}
     for name, result in ("stock", official), ("patched", ours):
-        started = result["outcome"] == "started"
-        serves = started and result["served"] == "lives"
-        told[name] = "serves" if serves else "OOM" if started else result["outcome"]
+        told[name] = end_of(result)
         told[f"{name} above"] = above(start, result)
     if {official["outcome"], ours["outcome"]} == {"started"}:
         fewer = 1 - ours["blocks"] / official["blocks"]
@@ -303,12 +307,12 @@ def line(start: Start, official: dict[str, Any], ours: dict[str, Any]) -> str:
     told = []
     for result in official, ours:
         if result["outcome"] != "started":
-            told.append(str(result["outcome"]))
+            told.append(end_of(result))
             continue
         blocks, size = result["blocks"], result["block_size"]
         over = above(start, result)
         told.append(
-            f"{blocks} x {size}, {'serves' if result['served'] == 'lives' else 'OOM'}"
+            f"{blocks} x {size}, {end_of(result)}"
             + (f", {over >> 20} MiB above" if over else "")
         )
     verdict = worse(start, official, ours) or "ok"
