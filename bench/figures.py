@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    first = [root / "README.md", root / "patches/README.md"]
+    return [*first, *sorted((root / "docs").glob("*.md"))]
 
 
 def filled(root: Path, text: str) -> str:
