@@ -235,9 +235,11 @@ build/ray/ready: requirements/ray.txt | $(ENV)/ready
 	@.venv/bin/uv pip install -q -p $(ENV) --target build/ray --require-hashes --no-deps -r $<
 	@touch $@
 
-build/libraries/ready: requirements/libraries.txt | $(ENV)/ready
+LIBRARIES = .venv/bin/uv pip install -q -p $(ENV) --target build/libraries --require-hashes --no-deps
+build/libraries/ready: requirements/libraries.txt requirements/libraries-3.12.txt | $(ENV)/ready
 	@rm -rf build/libraries
-	@.venv/bin/uv pip install -q -p $(ENV) --target build/libraries --require-hashes --no-deps -r $<
+	@$(LIBRARIES) -r requirements/libraries.txt
+	@$(LIBRARIES) --python-version 3.12 -r requirements/libraries-3.12.txt
 	@touch $@
 
 build/torch-tests/ready: requirements/torch-tests.txt | $(DEVICE_ENV)/ready

@@ -15,8 +15,8 @@ from tests.vgpu.scenarios import packages
 from tests.vgpu.scenarios.derived import WAYS
 
 pytestmark = pytest.mark.topic
-# One has a test of its own; the other was written for the newest release.
-ALONE = {"hooks_append"} | ({"own_inits"} if BASE == "0.26.0" else set())
+# Has a test of its own.
+ALONE = {"hooks_append"}
 
 
 def tried(way: str, folder: Path, scenario: str = "derived") -> list[dict[str, Any]]:

@@ -59,13 +59,17 @@ def engine(**more: Any) -> Any:
 
 def serve(llm: Any) -> int:
     """Tokens of a request; 4 were asked for."""
+    return len(list(generate(llm).outputs[0].token_ids))
+
+
+def generate(llm: Any, **more: Any) -> Any:
     from vllm import SamplingParams
 
-    told = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+    told = SamplingParams(temperature=0, max_tokens=4, detokenize=False, **more)
     told.ignore_eos = True
     prompt = {"prompt_token_ids": list(range(3, 23))}
     (output,) = llm.generate(prompt, told, use_tqdm=False)
-    return len(list(output.outputs[0].token_ids))
+    return output
 
 
 def serves(worker: type, **more: Any) -> dict[str, Any]:
@@ -221,10 +225,6 @@ def own_measure() -> dict[str, Any]:
 
 def hooks_append() -> dict[str, Any]:
     """vllm-lens: a hook's result of a pass that fails is there once."""
-    import torch
-
-    from vgpu import control
-
     llm = engine()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layers = runner.model.model.layers
@@ -232,6 +232,23 @@ def hooks_append() -> dict[str, Any]:
     layers[0].register_forward_hook(
         lambda module, given, output: positions.append(len(output[0]))
     )
+    fail_once(layers[-1].mlp)
+    return {"tokens": tokens_or_error(lambda: serve(llm)), "positions": positions}
+
+
+def tokens_or_error(serve: Callable[[], int]) -> int | str:
+    try:
+        return serve()
+    except Exception as error:
+        return type(error).__name__
+
+
+def fail_once(module: Any) -> None:
+    """The module's next pass begins with an allocation that fails."""
+    import torch
+
+    from vgpu import control
+
     times = [1]
 
     def fail(module: Any, given: Any) -> None:
@@ -246,13 +263,7 @@ def hooks_append() -> dict[str, Any]:
         finally:
             control.clear_injections()
 
-    layers[-1].mlp.register_forward_pre_hook(fail)
-    tokens: int | str
-    try:
-        tokens = serve(llm)
-    except Exception as error:
-        tokens = type(error).__name__
-    return {"tokens": tokens, "positions": positions}
+    module.register_forward_pre_hook(fail)
 
 
 def extension_and_plugin() -> dict[str, Any]:

@@ -139,6 +139,27 @@ def lmcache_connector() -> dict[str, Any]:
         return {"tokens": [derived.serve(llm), derived.serve(llm)]}
 
 
+def lens_plugin() -> dict[str, Any]:
+    """vllm-lens's plugin: it captures what each layer returns. Of a pass that fails, it
+    has each position once."""
+    from vllm_lens._activations_plugin import register
+
+    register()
+    llm = derived.engine()
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    layers = worker.model_runner.model.model.layers
+    wanted = {"output_residual_stream": list(range(len(layers)))}
+    output = derived.generate(llm, extra_args=wanted)
+    captured = list(output.activations["residual_stream"].shape)
+    derived.fail_once(layers[-1].mlp)
+    failed = derived.tokens_or_error(
+        lambda: len(derived.generate(llm, extra_args=wanted).outputs[0].token_ids)
+    )
+    (left,) = worker._captured_states.values()
+    positions = [sum(map(len, tensors)) for tensors in left.values()]
+    return {"captured": captured, "failed": failed, "positions": positions}
+
+
 class Anything(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -205,7 +226,13 @@ def stand_ins(*names: str) -> Iterator[None]:
 
 WAYS = {
     way.__name__: way
-    for way in (unsloth_standby, omni_worker, verl_extension, lmcache_connector)
+    for way in (
+        unsloth_standby,
+        omni_worker,
+        verl_extension,
+        lmcache_connector,
+        lens_plugin,
+    )
 }
 
 
