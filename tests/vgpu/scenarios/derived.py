@@ -142,19 +142,51 @@ def graphs_overridden() -> dict[str, Any]:
     return serves(OwnGraphs, **GRAPHS)
 
 
-def split_limit_overridden() -> dict[str, Any]:
-    from vllm.v1.worker.gpu_worker import Worker
+def worker_overridden() -> dict[str, Any]:
+    """Methods of the worker, as Dynamo's and forks override them, and functions that
+    Dynamo and SkyRL replace."""
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    limits = []
+    calls: list[str] = []
+    load_model = GPUModelRunner.load_model
 
-    class OwnLimit(Worker):  # type: ignore[misc]
+    def recorded(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append("load_model")
+        return load_model(self, *given, **named)
+
+    GPUModelRunner.load_model = recorded
+
+    class Overridden(gpu_worker.Worker):  # type: ignore[misc]
         @contextmanager
         def _scoped_allocator_max_split(self, max_split_size_mb: int) -> Iterator[None]:
-            limits.append(max_split_size_mb)
+            calls.append(f"split {max_split_size_mb}")
             with super()._scoped_allocator_max_split(max_split_size_mb):
                 yield
 
-    return serves(OwnLimit) | {"limits": limits}
+        def determine_available_memory(self) -> int:
+            memory = super().determine_available_memory()
+            calls.append(f"activations {self.peak_activation_memory > 0}")
+            # Room for the activations of one more step.
+            return int(memory - self.peak_activation_memory)
+
+        def initialize_from_config(self, kv_cache_config: Any) -> None:
+            calls.append("initialize_from_config")
+            super().initialize_from_config(kv_cache_config)
+
+        def compile_or_warm_up_model(self) -> Any:
+            kernel_warmup = gpu_worker.kernel_warmup
+            gpu_worker.kernel_warmup = lambda worker: calls.append("kernel_warmup")
+            try:
+                return super().compile_or_warm_up_model()
+            finally:
+                gpu_worker.kernel_warmup = kernel_warmup
+
+        def execute_model(self, scheduler_output: Any) -> Any:
+            calls.append("execute_model")
+            return super().execute_model(scheduler_output)
+
+    return serves(Overridden) | {"calls": calls}
 
 
 MANAGED = """
@@ -408,15 +440,78 @@ def engine_dead() -> dict[str, Any]:
 
 
 def process_made_by_others() -> dict[str, Any]:
-    """vllm-ascend's executor makes its own processes and handles."""
+    """vllm-ascend's executor: an _init_executor, processes and handles of its own."""
+    import weakref
+    from collections import deque
+
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.utils.network_utils import (
+        get_distributed_init_method,
+        get_ip,
+        get_loopback_ip,
+        get_open_port,
+    )
+    from vllm.utils.system_utils import get_mp_context
     from vllm.v1.executor.multiproc_executor import (
+        MultiprocExecutor,
         UnreadyWorkerProcHandle,
-        WorkerProcHandle,
+        WorkerProc,
     )
 
-    handle = UnreadyWorkerProcHandle("proc", 0, "ready", "death")
-    ready = WorkerProcHandle.from_unready_handle(handle, "queue", [])
-    return {"death": [handle.death_writer, ready.death_writer]}
+    class OwnProcesses(MultiprocExecutor):  # type: ignore[misc]
+        def _init_executor(self) -> None:
+            self._finalizer = weakref.finalize(self, self.shutdown)
+            self.is_failed = False
+            self.failure_callback = None
+            self._get_parallel_sizes()
+            self.rpc_broadcast_mq = MessageQueue(1, 1, connect_ip=get_ip())
+            self.workers = WorkerProc.wait_for_ready([self.own_process()])
+            self.start_worker_monitor()
+            self.response_mqs = [self.workers[0].worker_response_mq]
+            for queue in (self.rpc_broadcast_mq, *self.response_mqs):
+                queue.wait_until_ready()
+            self.futures_queue = deque[Any]()
+            self.output_rank = self._get_output_rank()
+
+        def own_process(self) -> Any:
+            context = get_mp_context()
+            ready, tells_ready = context.Pipe(duplex=False)
+            death, death_writer = context.Pipe(duplex=False)
+            given = {
+                "vllm_config": self.vllm_config, "local_rank": 0, "rank": 0,
+                "distributed_init_method": get_distributed_init_method(
+                    get_loopback_ip(), get_open_port()
+                ),
+                "input_shm_handle": self.rpc_broadcast_mq.export_handle(),
+                "ready_pipe": tells_ready, "death_pipe": death,
+                "shared_worker_lock": context.Lock(), "is_driver_worker": True,
+                "inherited_fds": [ready.fileno(), death_writer.fileno()],
+            }  # fmt: skip
+            process = context.Process(
+                target=WorkerProc.worker_main, kwargs=given, daemon=True
+            )
+            process.start()
+            tells_ready.close()
+            death.close()
+            return UnreadyWorkerProcHandle(process, 0, ready, death_writer)
+
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
+    llm = engine(distributed_executor_backend=OwnProcesses)
+    tokens = [serve(llm)]
+    try:
+        llm.collective_rpc(fails)
+        raised = False
+    except RuntimeError as error:
+        raised = "Worker failed with error 'a call fails'" in str(error)
+    tokens.append(serve(llm))
+    executor = llm.llm_engine.model_executor
+    executor.shutdown()
+    ended = [not handle.proc.is_alive() for handle in executor.workers]
+    return {"tokens": tokens, "raised": raised, "ended": ended, "blocks": blocks(llm)}
+
+
+def fails(worker: Any) -> None:
+    raise ValueError("a call fails")
 
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -424,7 +519,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     for way in (
         request_memory_replaced,
         graphs_overridden,
-        split_limit_overridden,
+        worker_overridden,
         virtual_kv_cache,
         own_measure,
         hooks_append,
