@@ -230,9 +230,9 @@ def move_as(phase: str, size: Any) -> None:
 
 def hold_for_a_moment(when: str, size: int) -> None:
     """Let another process take `size` bytes, or all that is free but `-size`, and
-    release them soon: "loaded" and before the profiled pass, "profiled" and before
-    there is a KV cache, "torn down" (the KV cache of graph profiling) and before that,
-    "warming up" or "warm" and before the start is over.
+    release them soon: "loaded" and before the profiled pass, "profiling" (that pass) or
+    "profiled" and before there is a KV cache, "torn down" (the KV cache of graph
+    profiling) and before that, "warming up" or "warm" and before the start is over.
     """
     import torch
     from vllm.v1.worker import gpu_worker
@@ -259,6 +259,10 @@ def hold_for_a_moment(when: str, size: int) -> None:
         before(Worker, "determine_available_memory", take)
         for runner in V1, V2:
             before(runner, "profile_run", release)
+    elif when == "profiling":
+        for runner in V1, V2:
+            before(runner, "profile_run", take)
+        before(Worker, "initialize_from_config", release)
     elif when == "profiled":
         profiling = gpu_worker.memory_profiling
 
