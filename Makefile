@@ -51,7 +51,7 @@ compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
 	@.venv/bin/python -m scripts.compare \
 	  --base $(if $(filter file,$(origin BASE)),$(OLDER),$(BASE))
 
-pr: .venv/ready  ## TOPIC= or FIRST=9: branch and text of a pull request; VLLM_GIT=clone, else the release
+pr: .venv/ready  ## TOPIC= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
 	@$(call RUN,scripts.source)
 	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic \
 	  $(or $(TOPIC),$(error TOPIC=<patch> or FIRST=<number> is needed))) \

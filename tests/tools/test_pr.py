@@ -474,12 +474,15 @@ def ours(project: Project) -> Project:
 
 
 FIRST = "treat-every-cumem-allocation-on-its-own"
+MOVES = "undo-what-a-sleep-or-wake-up-did-before-it-failed"
 
 
-def release(ours: Project, upstream: Path, onto: str, branch: str) -> list[str]:
+def release(
+    ours: Project, upstream: Path, onto: str, branch: str, topic: str = FIRST
+) -> list[str]:
     (upstream.parent / "measured").write_text("measured\n")
     more = ("--onto", onto, "--branch", branch, "--no-hooks", "--base", "0.33.0")
-    return ours.command(*arguments(upstream, *more, topic=FIRST))
+    return ours.command(*arguments(upstream, *more, topic=topic))
 
 
 def test_our_first_topic_on_the_release(ours: Project, upstream: Path) -> None:
@@ -492,14 +495,14 @@ def test_our_first_topic_on_the_release(ours: Project, upstream: Path) -> None:
     assert "- [x] AI assistance was used" in text
 
 
-def test_our_first_topic_on_the_release_before(ours: Project, upstream: Path) -> None:
+def test_our_topic_on_the_release_before(ours: Project, upstream: Path) -> None:
     """A call that the topic moves stood elsewhere."""
-    command = release(ours, upstream, "v0.32.0", "before")
+    command = release(ours, upstream, "v0.32.0", "before", MOVES)
     done = subprocess.run(command, capture_output=True, text=True)
     allocator = "vllm/device_allocator/cumem.py"
     assert done.returncode == 1 and f"conflicts in {allocator}:\n" in done.stderr
     assert done.stderr.count("<<<<<<< ") == 1
-    tree = ours.root / f"build/pr-{FIRST}"
+    tree = ours.root / f"build/pr-{MOVES}"
     marked = (tree / allocator).read_text()
     conflict = re.search(r"<<<<<<< .*?\n.*=======\n(.*)>>>>>>> .*?\n", marked, re.S)
     assert conflict is not None
