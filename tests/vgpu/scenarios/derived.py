@@ -156,6 +156,16 @@ def worker_overridden() -> dict[str, Any]:
         return load_model(self, *given, **named)
 
     GPUModelRunner.load_model = recorded
+    environment = gpu_worker.init_worker_distributed_environment
+
+    def own_environment(
+        vllm_config: Any, rank: int, distributed_init_method: str | None = None,
+        local_rank: int = -1, backend: str = "nccl",
+    ) -> None:  # fmt: skip
+        calls.append("environment")
+        environment(vllm_config, rank, distributed_init_method, local_rank, backend)
+
+    gpu_worker.init_worker_distributed_environment = own_environment
 
     class Overridden(gpu_worker.Worker):  # type: ignore[misc]
         @contextmanager
