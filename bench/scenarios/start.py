@@ -407,7 +407,8 @@ def serve(llm: Any) -> str:
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. One of
-    the longest length takes more steps, which have its context before them. With
+    the longest length takes more steps, which have its context before them. With MLA and
+    prefix caching, as many prompts as fit into a step have that context. With
     drafts, both next to each other then, and the long one next to prompts of one token.
     Returns "lives", or why it does not.
     """
@@ -430,6 +431,10 @@ def serve(llm: Any) -> str:
     longest = config.model_config.max_model_len - outputs
     if longest > tokens and config.model_config.runner_type == "generate":
         batches.append([{"prompt_token_ids": [7] * longest}])
+    if config.cache_config.enable_prefix_caching and config.model_config.use_mla:
+        # As many as fit into a step, with all the rest of their context before them.
+        own = [[7] * (longest - 8) + [10 + i] * 8 for i in range(tokens // 24)]
+        batches.append([{"prompt_token_ids": ids} for ids in own[:sequences]])
     if config.speculative_config:
         one_token = {"prompt_token_ids": [7]}
         batches += [[*short[1:], long], [one_token] * 7 + [long]]
