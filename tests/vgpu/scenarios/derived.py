@@ -144,18 +144,30 @@ def graphs_overridden() -> dict[str, Any]:
 
 def worker_overridden() -> dict[str, Any]:
     """Methods of the worker, as Dynamo's and forks override them, and functions that
-    Dynamo and SkyRL replace."""
-    from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    Dynamo, SkyRL and kvcached replace."""
+    from vllm.v1.worker import gpu_model_runner, gpu_worker
 
     calls: list[str] = []
-    load_model = GPUModelRunner.load_model
+    runner = gpu_model_runner.GPUModelRunner
+    load_model = runner.load_model
 
     def recorded(self: Any, *given: Any, **named: Any) -> Any:
         calls.append("load_model")
         return load_model(self, *given, **named)
 
-    GPUModelRunner.load_model = recorded
+    runner.load_model = recorded
+    if allocate := getattr(gpu_model_runner, "allocate_kv_cache", None):
+
+        def own_allocate(
+            kv_cache_config: Any,
+            device: Any,
+            layout: Any,
+            kernel_block_sizes: Any = None,
+        ) -> Any:
+            calls.append("allocate_kv_cache")
+            return allocate(kv_cache_config, device, layout, kernel_block_sizes)
+
+        gpu_model_runner.allocate_kv_cache = own_allocate
     environment = gpu_worker.init_worker_distributed_environment
 
     def own_environment(
