@@ -148,6 +148,7 @@ def worker_overridden() -> dict[str, Any]:
     from vllm.v1.worker import gpu_model_runner, gpu_worker
 
     calls: list[str] = []
+    allocated: set[str] = set()
     runner = gpu_model_runner.GPUModelRunner
     load_model = runner.load_model
 
@@ -164,7 +165,7 @@ def worker_overridden() -> dict[str, Any]:
             layout: Any,
             kernel_block_sizes: Any = None,
         ) -> Any:
-            calls.append("allocate_kv_cache")
+            allocated.add("KV cache")  # also while memory is profiled
             return allocate(kv_cache_config, device, layout, kernel_block_sizes)
 
         gpu_model_runner.allocate_kv_cache = own_allocate
@@ -208,7 +209,8 @@ def worker_overridden() -> dict[str, Any]:
             calls.append("execute_model")
             return super().execute_model(scheduler_output)
 
-    return serves(Overridden) | {"calls": calls}
+    result = serves(Overridden) | {"calls": calls}
+    return result | {"allocated": sorted(allocated)} if allocate else result
 
 
 MANAGED = """
