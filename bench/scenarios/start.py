@@ -407,8 +407,8 @@ def serve(llm: Any) -> str:
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
     largest image if the model takes images; each with sound if it takes sound. One of
-    the longest length takes more steps, which have its context before them. With MLA and
-    prefix caching, as many prompts as fit into a step have that context. With
+    the longest length takes more steps, which have its context before them. With MLA
+    and prefix caching, as many prompts as fit into a step have that context. With
     drafts, both next to each other then, and the long one next to prompts of one token.
     Returns "lives", or why it does not.
     """
