@@ -497,8 +497,11 @@ def description(
 ) -> str:
     """Upstream's template, filled in; `below` lists the commits that the branch builds
     on."""
-    body = git(tree, "show", "-s", "--format=%b")
-    overview, *details = paragraphs(without_trailers(body))
+    subject, body = git(tree, "show", "-s", "--format=%s%n%b").split("\n", 1)
+    overview = re.sub(r"^(\[[^]]*\])+ *", "", subject) + "."
+    details = paragraphs(without_trailers(body))
+    if details[-1].startswith("Issues: "):
+        overview += " " + details.pop()
     changed = git(tree, "diff", "--name-only", "--diff-filter=d", "HEAD~", "HEAD")
     tests = [name for name in changed.split() if name.startswith("tests/")]
     if below:

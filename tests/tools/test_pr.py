@@ -56,12 +56,14 @@ Root cause: all is asked for.
 Trade-offs: none is known.
 Not run: on ROCm.
 
+Issues: #1.
+
 Co-authored-by: Some Other <other@one>"""
 
 EXPECTED = """\
 ## Overview
 
-A device of 8 GiB runs out of memory.
+Halve what is requested. Issues: #1.
 
 ## Claims
 
@@ -82,6 +84,8 @@ pre-commit on the changed files: passed: no-quarter; NOT RUN, could not be fetch
 ruff-check (ruff and clang-format of this project were run on the changed lines).
 
 ## Details
+
+A device of 8 GiB runs out of memory.
 
 Root cause: all is asked for.
 
