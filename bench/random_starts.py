@@ -17,6 +17,7 @@ names the seed of its start: `--seed 7.3 --count 1` repeats it alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -207,9 +208,18 @@ def asked_otherwise(
 
 
 def of_scenario(starts: list[Start]) -> Iterator[tuple[str, list[Start]]]:
-    for scenario in "start_each", "ranks":
-        if some := [start for start in starts if start.scenario == scenario]:
-            yield scenario, some
+    """Those that one device and process can start, one after another."""
+
+    def key(start: Start) -> tuple[bool, bool]:
+        return start.scenario == "ranks", counts_more(start)
+
+    for (ranks, _), some in itertools.groupby(sorted(starts, key=key), key):
+        yield "ranks" if ranks else "start_each", list(some)
+
+
+def counts_more(start: Start) -> bool:
+    """Whether the hook that counts tokens has more than 128 requests, 4 bytes each."""
+    return int(start.case["llm"]["max_num_seqs"]) > 128
 
 
 def cases(starts: list[Start], site: str) -> list[dict[str, Any]]:
@@ -370,7 +380,10 @@ def start_all(
     with TemporaryDirectory(prefix=".random.", dir=base.root / "build") as folder:
         config = Path(folder, "device.toml")
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in card.items()]
-        config.write_text("".join(lines) + HOOKS.read_text())
+        hooks = HOOKS.read_text()
+        if counts_more(starts[0]):
+            hooks = hooks.replace("bytes = 512", "bytes = 1024")
+        config.write_text("".join(lines) + hooks)
         found = results(base, site, devices, scenario, told, environment, config)
         yield from of_each(starts, found)
 
