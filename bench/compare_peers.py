@@ -1,6 +1,6 @@
 """Ask other planners about the published runs that were added later, each from its
-pinned package in an environment of its own, and write what they say:
-results/real-cards/peers.json. `make bench-plan` puts it beside ours.
+pinned package in an environment of its own, and write their answers:
+results/real-cards/peers.json. `make bench-plan` puts them next to that of make plan.
 
 gguf-parser reads GGUF files alone, which these models are not published in.
 """

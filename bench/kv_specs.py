@@ -1,6 +1,6 @@
 """What vLLM's own code makes of the KV cache of a model: the model is built without
-memory, its layers tell what they keep, and the groups of layers are formed as in a
-start. kv_table.py runs it in the environment of the release, on the virtual device.
+memory, and its layers, with the specs of their memory, form groups as in a start.
+kv_table.py runs it in the environment of the release, on the virtual device.
 
 The argument is a JSON list of "name", "model" (a folder) and "length". Prints "RESULT"
 and one JSON object for each.
@@ -64,7 +64,7 @@ def engine_config(model: str, length: int) -> Any:
 
 
 def specs(config: Any) -> dict[str, Any]:
-    """The groups of layers, and what they would hold of a KV cache of AVAILABLE."""
+    """The groups of layers, and their part of a KV cache of AVAILABLE."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform

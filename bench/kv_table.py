@@ -100,7 +100,7 @@ def model(file: Path, folder: Path) -> Path:
 
 
 def config_of(file: Path) -> dict[str, Any]:
-    """With what the second file of a quantized model says of its KV cache. It counts
+    """With the KV cache of the second file of a quantized model. It counts
     where config.json says nothing (get_config of vLLM's transformers_utils)."""
     config: dict[str, Any] = json.loads(file.read_text())
     scheme = file.with_name(f"{file.stem}{SCHEME}.json")

@@ -265,7 +265,7 @@ def merge(config: dict[str, Any], added: dict[str, Any]) -> None:
 
 
 def record(root: Path, rows: Sequence[Row]) -> None:
-    """Keep what was predicted for the runs that were added, a run a line."""
+    """Keep the predictions for the runs that were added, a run a line."""
     file = root / REPLAYED
     known = json.loads(file.read_text()) if file.exists() else {}
     for row in rows:

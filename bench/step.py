@@ -4,7 +4,7 @@ Kernels take no time there, so this is the host's part alone. A step of a worker
 calls, execute_model and sample_tokens. In a caller's process a limit in bytes is set
 and restored around each, in one of vLLM's own once. Prints a Markdown table: processor
 time of a step that decodes 16 sequences with CUDA graphs, the least of rounds in turn,
-the part of what the patches put around the calls, and how often NVML was initialized
+the part that the patches add around the calls, and how often NVML was initialized
 until the engine had started.
 Rounds differ by more than the settings take, on a machine that does anything else;
 the calls of Python and C do not.

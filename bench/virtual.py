@@ -57,7 +57,7 @@ def results(
     scenario starts cold: no result of an earlier run is there.
 
     Raises:
-        Problem: there were none; shows what the scenario wrote.
+        Problem: there were none; shows the output of the scenario.
     """
     python, ours = environment_of(base)
     paths = [*([ours] if site == "envelope" else []), base.root]

@@ -164,7 +164,7 @@ def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def figures(start: dict[str, Any]) -> dict[str, Any]:
-    """With what the driver took after the request: its use, less PyTorch's."""
+    """With memory that the driver took after the request: its use minus PyTorch's."""
     found = dict(start.get("memory", {}))
     if found and "before_request" in start:
         outside = start["used"] - start["reserved"]

@@ -9,9 +9,10 @@ others may import from there, command-line flags, environment variables, methods
 extensions, and the text of messages. A name of one leading underscore counts, too.
 
 A new name is no change, nor are a new keyword-only parameter with a default, a value
-where None was returned, a new last field, or another decorator. Whatever else is gone
-or different has its reason in changes.toml next to the patches, by file and name; no
-other name has one.
+where None was returned, a new last field, or another decorator. A call that passes such
+a parameter is one: a library may have replaced the function by one that has the
+release's. Whatever else is gone or different has its reason in changes.toml next to the
+patches, by file and name; no other name has one.
 """
 
 from __future__ import annotations
@@ -102,6 +103,31 @@ def changes(tree: Path) -> Changes:
                 different[f"text {text[:60].strip()}"] = "is not said any more"
         if different:
             found[path] = different
+    for path, calls in new_keywords(pairs).items():
+        found[path] = found.get(path, {}) | calls
+    return found
+
+
+def new_keywords(pairs: dict[str, tuple[str, str]]) -> Changes:
+    """Calls of the release's functions with a keyword that only the series knows: a
+    function that a library put in its place would not take it."""
+    gained: dict[str, set[str]] = {}
+    python = {path: pair for path, pair in pairs.items() if path.endswith(".py")}
+    for old, new in python.values():
+        now = python_names(new)
+        for name, was in python_names(old).items():
+            if was.startswith("(") and now.get(name, "").startswith("("):
+                more = parameters(now[name]) - parameters(was)
+                gained.setdefault(name.rpartition(".")[2], set()).update(more)
+    found: Changes = {}
+    for path, (_, new) in python.items():
+        for node in ast.walk(ast.parse(new)):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                for keyword in node.keywords:
+                    if keyword.arg in gained.get(name, ()):
+                        call = f"{name}({keyword.arg}=)"
+                        found.setdefault(path, {})[call] = "the release does not pass"
     return found
 
 
@@ -129,8 +155,8 @@ def holds(name: str, was: str, now: str) -> bool:
 
 
 def keeps_calls(was: str, now: str) -> bool:
-    """Whether all that is new are keyword-only parameters with a default, and what is
-    returned where nothing was."""
+    """Whether all that is new are keyword-only parameters with a default, and a
+    value where nothing was returned."""
     old, new = (ast.parse(f"def f{text}: pass").body[0] for text in (was, now))
     assert isinstance(old, ast.FunctionDef) and isinstance(new, ast.FunctionDef)
     if old.returns is not None and ast.unparse(old.returns) == "None":
@@ -143,6 +169,11 @@ def keeps_calls(was: str, now: str) -> bool:
             at = new.args.kwonlyargs.index(argument)
             del new.args.kwonlyargs[at], new.args.kw_defaults[at]
     return ast.unparse(old) == ast.unparse(new)
+
+
+def parameters(signature: str) -> set[str]:
+    (defined,) = ast.parse(f"def f{signature}: pass").body
+    return {node.arg for node in ast.walk(defined) if isinstance(node, ast.arg)}
 
 
 def names_in(path: str, source: str) -> Names:

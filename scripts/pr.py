@@ -408,7 +408,7 @@ def run_hook(tree: Path, config: object, files: list[str]) -> tuple[int, str]:
 
 
 def check(base: Base, patches: list[Path]) -> list[str]:
-    """The output of 'make check' for each patch's tests, on the release with what it
+    """The output of 'make check' for each patch's tests, on the release with its
     needs, without it and with it.
 
     Raises:

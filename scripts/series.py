@@ -322,7 +322,7 @@ def commits(tree: Path) -> dict[str, str]:
 
 
 def patch_name(subject: str) -> str:
-    """``[Bugfix][Core] Free what was mapped`` -> ``free-what-was-mapped.patch``."""
+    """``[Bugfix][Core] Free mapped memory`` -> ``free-mapped-memory.patch``."""
     topic = re.sub(r"^(\[[^]]*\]\s*)+", "", subject).lower()
     return re.sub(r"[^a-z0-9]+", "-", topic).strip("-")[:60].strip("-") + ".patch"
 

@@ -2,7 +2,7 @@
 
 The argument is that of start.py, with "rounds" of 200 steps of 16 sequences. Every
 round prints its milliseconds a step; the last line has the "calls" of Python and C a
-step, the "microseconds" of what the patches put around a worker's call, the least of
+step, the "microseconds" that the patches add around a worker's call, the least of
 batches, and how often NVML was initialized until the engine had started.
 """
 

@@ -68,7 +68,7 @@ def patched(project: Project) -> Project:
     """A project with two exported patches: one of Python, one of native code."""
     project.ok("source")
     project.commit(
-        "[Core] Halve what is requested",
+        "[Core] Halve the request",
         vllm__budget_py="def requested(total):\n    return total // 2\n",
     )
     project.commit("[Build] Initialise twice", **{"csrc__native.cpp": EXTENSION + "\n"})

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.api import c_names, compare, keeps_calls, messages, parts, python_names
+from scripts.api import (
+    c_names,
+    compare,
+    keeps_calls,
+    messages,
+    new_keywords,
+    parts,
+    python_names,
+)
 from tests.tools.project import SOURCES, Project
 
 BUDGET = SOURCES["vllm/budget.py"]
@@ -54,6 +62,18 @@ def test_attribute_may_be_set_where_it_became_a_property() -> None:
     assert list(compare(old, new)) == ["Worker.memory to set"]
     sets = "    @memory.setter\n    def memory(self, value): ...\n"
     assert not compare(old, python_names(after + sets))
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [("run(1, size=2)", ["run(size=)"]), ("run(1)", []), ("other(size=2)", [])],
+)
+def test_keyword_that_a_replaced_function_does_not_take(
+    call: str, found: list[str]
+) -> None:
+    old = "def run(x): ...\ndef step(): run(1)\n"
+    new = f"def run(x, *, size=None): ...\ndef step(): {call}\n"
+    assert list(new_keywords({"a.py": (old, new)}).get("a.py", {})) == found
 
 
 def test_messages_are_found_by_their_words() -> None:

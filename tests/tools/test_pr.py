@@ -20,7 +20,7 @@ from scripts.series import IDENTITY
 from scripts.topics import load
 from tests.tools.project import OLDER, ROOT, SOURCES, Project
 
-TOPIC = "halve-what-is-requested"
+TOPIC = "halve-the-request"
 HOOKS = """\
 repos:
 - repo: local
@@ -63,7 +63,7 @@ Co-authored-by: Some Other <other@one>"""
 EXPECTED = """\
 ## Overview
 
-Halve what is requested. Issues: #1.
+Halve the request. Issues: #1.
 
 ## Claims
 
@@ -141,7 +141,7 @@ def topic(project: Project, tmp_path: Path) -> Project:
     halved = "def requested(total):\n    return total // 2\n"
     (project.tree / "tests").mkdir()
     project.commit(
-        f"[Core] Halve what is requested\n\n{BODY}",
+        f"[Core] Halve the request\n\n{BODY}",
         tests__test_budget_py="def test_it():\n    pass\n",
         vllm__budget_py=halved,
         vllm__plan_py=SOURCES["vllm/plan.py"].replace("e = 1", "e = 2"),
@@ -175,7 +175,7 @@ def test_branch_and_its_description(topic: Project, clone: Clone) -> None:
     assert "not signed off: that is yours to do" in shown
     branch = f"envelope/{TOPIC}"
     assert clone.git("log", "--format=%s|%an", f"main..{branch}") == (
-        f"[Core] Halve what is requested|{IDENTITY[0]}\n"
+        f"[Core] Halve the request|{IDENTITY[0]}\n"
     )
     assert "total // 2" in clone.git("show", f"{branch}:vllm/budget.py")
     assert "Signed-off-by" not in clone.git("log", "-1", branch)
@@ -268,11 +268,11 @@ def test_without_a_clone_on_the_release(topic: Project, tmp_path: Path) -> None:
     measured = ("--validation", str(tmp_path / "measured"))
     for _ in range(2):
         shown = topic.ok("pr", "--topic", TOPIC, "--no-hooks", *measured)
-    assert "title: [Core] Halve what is requested\n" in shown
+    assert "title: [Core] Halve the request\n" in shown
     assert "look up again before you submit: #1 (open, 2026-11-23)" in shown
     clone = topic.root / "build/upstream"
     told = topic.git_of(clone, "log", "--format=%s", f"v1.2.3..envelope/{TOPIC}")
-    assert told == "[Core] Halve what is requested\n"
+    assert told == "[Core] Halve the request\n"
     assert (topic.root / f"build/pr-{TOPIC}.md").exists()
 
 

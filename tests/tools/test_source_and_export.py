@@ -14,7 +14,7 @@ def test_source_is_the_release_and_one_commit_a_patch(patched: Project) -> None:
     subjects = patched.git("log", "--format=%s").splitlines()
     assert subjects == [
         "[Build] Initialise twice",
-        "[Core] Halve what is requested",
+        "[Core] Halve the request",
         "vLLM 1.2.3, source distribution",
     ]
     patched.git("checkout", "-q", "HEAD~2")
@@ -41,7 +41,7 @@ def test_patch_has_one_author_and_says_what_upstream_knows(patched: Project) -> 
     (patched.root / "patches/topics.toml").write_text(
         '[threads]\n"#1" = { issue = "open", looked = "2026-11" }\n'
         '[upstream]\nupdated = "2026-11-27"\n'
-        '[topic.halve-what-is-requested]\nissues = ["#1"]\n'
+        '[topic.halve-the-request]\nissues = ["#1"]\n'
         '[topic.mine]\nissues = []\nforwarded = "https://a/b"\napplied = "1.2.4"\n'
     )
     patched.ok("export")
@@ -67,7 +67,7 @@ def test_patch_has_one_author_and_says_what_upstream_knows(patched: Project) -> 
 
 def test_patches_are_named_for_what_they_do(patched: Project) -> None:
     names = (patched.patches / "series").read_text().split()
-    assert names == ["halve-what-is-requested.patch", "initialise-twice.patch"]
+    assert names == ["halve-the-request.patch", "initialise-twice.patch"]
 
 
 def test_amended_commit_keeps_the_name_of_its_patch(patched: Project) -> None:
@@ -79,7 +79,7 @@ def test_dropped_commit_drops_its_patch(patched: Project) -> None:
     patched.git("reset", "-q", "--hard", "HEAD~")
     assert "removed initialise-twice.patch" in patched.ok("export")
     assert [p.name for p in patched.patches.glob("*.patch")] == [
-        "halve-what-is-requested.patch"
+        "halve-the-request.patch"
     ]
 
 
@@ -109,29 +109,29 @@ def test_commits_that_are_not_exported_are_not_overwritten(patched: Project) -> 
 
 
 def test_changed_patch_file_replaces_an_untouched_tree(patched: Project) -> None:
-    patch = patched.patches / "halve-what-is-requested.patch"
+    patch = patched.patches / "halve-the-request.patch"
     patch.write_text(patch.read_text().replace("total // 2", "total // 4"))
     patched.ok("source")
     assert "total // 4" in (patched.tree / "vllm/budget.py").read_text()
 
 
 def test_patch_that_does_not_apply_is_named_with_its_file(patched: Project) -> None:
-    patch = patched.patches / "halve-what-is-requested.patch"
+    patch = patched.patches / "halve-the-request.patch"
     patch.write_text(patch.read_text().replace("return total\n", "return other\n"))
     before = patched.files()
     error = patched.fails("source")
-    assert "halve-what-is-requested.patch does not apply" in error
+    assert "halve-the-request.patch does not apply" in error
     assert "vllm/budget.py" in error and "Mend the patch" in error
     assert patched.files() == before
 
 
 def test_fixup_must_be_squashed(patched: Project) -> None:
-    patched.commit("fixup! [Core] Halve what is requested", vllm__budget_py="x = 1\n")
+    patched.commit("fixup! [Core] Halve the request", vllm__budget_py="x = 1\n")
     assert "is not squashed yet" in patched.fails("export")
 
 
 def test_two_commits_cannot_share_a_name(patched: Project) -> None:
-    patched.commit("[Other] Halve what is requested", vllm__budget_py="x = 1\n")
+    patched.commit("[Other] Halve the request", vllm__budget_py="x = 1\n")
     assert "two commits would be exported as" in patched.fails("export")
 
 

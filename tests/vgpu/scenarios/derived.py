@@ -336,7 +336,7 @@ class Extension:
 
 
 def own_inits() -> dict[str, Any]:
-    """A worker and an allocator that set what the __init__ of the release sets."""
+    """A worker and an allocator that set the attributes of the release's __init__."""
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
     from vllm.v1.worker.gpu_worker import Worker

@@ -140,8 +140,8 @@ def lmcache_connector() -> dict[str, Any]:
 
 
 def lens_plugin() -> dict[str, Any]:
-    """vllm-lens's plugin: it captures what each layer returns. Of a pass that fails, it
-    has each position once."""
+    """vllm-lens's plugin, which captures the output of each layer. Of a pass that
+    fails, it has each position once."""
     from vllm_lens._activations_plugin import register
 
     register()
