@@ -2,7 +2,7 @@
 
 The argument is a JSON object {"ways": [...]}. Prints a RESULT line for each way: what
 it saw, and how it ended. Each is run in a process of its own, forked before CUDA is
-used.
+used. One file, however long: it is the list of ways, which share a few helpers.
 """
 
 from __future__ import annotations
