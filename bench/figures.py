@@ -23,6 +23,7 @@ from scripts.release import Base
 MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
 MIB, GIB = 1 << 20, 1 << 30
 RANDOM = "docs/data/random-starts.json"
+CALLER = "docs/data/caller-programs.json"
 STARTS = "docs/data/start-within-the-budget.md"
 ROWS = "docs/data/never-worse.md"
 SERVING = "docs/fragmentation.md"
@@ -95,6 +96,19 @@ def span(values: list[float], form: str) -> str:
 
 
 # ---- the virtual device
+
+
+def caller_steps(root: Path) -> str:
+    """Of programs whose every step is equal.
+
+    Raises:
+        Problem: one differs.
+    """
+    programs = json.loads((root / CALLER).read_text())["programs"]
+    if not all(program["equal"] for program in programs):
+        raise Problem(f"{CALLER} has a program that differs.")
+    steps = sum(program["steps"] for program in programs)
+    return f"{steps:,} steps of {len(programs)} programs"
 
 
 def starts_above(root: Path) -> str:
@@ -429,6 +443,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "starts-above": starts_above,
     "full-batches": full_batches,
     "random-starts": random_starts,
+    "caller-steps": caller_steps,
     "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
     "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
     "serving-above": serving_above,
