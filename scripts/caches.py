@@ -8,6 +8,7 @@ kernels, which change no byte, are shared by all runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def environment(
         # Otherwise humming compiles kernels next to each process that imports vLLM.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
+    if sys.version_info < (3, 12):
+        # findings/triton-warm-up-in-threads-fails-on-python-3.11.sh
+        result.setdefault("VLLM_TRITON_JIT_WARMUP_NUM_THREADS", "1")
     if kernels is not None:
         result |= {
             "TRITON_CACHE_MANAGER": "scripts.shared_triton_cache:SharedCache",
