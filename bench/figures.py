@@ -98,6 +98,19 @@ def span(values: list[float], form: str) -> str:
 # ---- the virtual device
 
 
+def planned_models(root: Path) -> str:
+    """Of configs, those that `make plan` started.
+
+    Raises:
+        Problem: an engine has another number of tokens than the table.
+    """
+    known = json.loads((root / kv_table.DATA).read_text())
+    started = [told for told in known.values() if isinstance(told.get("plan"), int)]
+    if any(told["plan"] != told["tokens"] for told in started):
+        raise Problem(f"{kv_table.DATA} has an engine with other KV tokens.")
+    return f"{len(started)} of {len(known)} models start, each with the same number"
+
+
 def caller_steps(root: Path) -> str:
     """Of programs whose every step is equal.
 
@@ -444,6 +457,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "full-batches": full_batches,
     "random-starts": random_starts,
     "caller-steps": caller_steps,
+    "planned-models": planned_models,
     "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
     "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
     "serving-above": serving_above,

@@ -162,8 +162,12 @@ def planned(release: Release, path: Path, folder: Path) -> int | str:
     try:
         done = simulate(start, folder, path.name)
     except Problem as problem:
-        return str(problem).splitlines()[0][:200]
-    return done.tokens if done.fits else str(done.result["error"])[:200]
+        refused = str(problem).splitlines()[0]
+    else:
+        if done.fits:
+            return done.tokens
+        refused = str(done.result["error"])
+    return refused.replace(str(folder), "FOLDER")[:200]
 
 
 # ---- the table
@@ -192,7 +196,7 @@ def row(name: str, told: Mapping[str, Any]) -> str:
             number(state or None),
             ", ".join(names),
             number(told["tokens"]),
-            number(plan) if isinstance(plan, int) else plan,
+            number(plan) if isinstance(plan, int) else plan and "does not start",
         ]
     )
 
