@@ -1,7 +1,8 @@
 """Fill in the figures of the pages, each from the file that has it.
 
 A page names a figure between marks: <!-- figure: NAME -->figure<!-- end -->. --check
-writes nothing and fails if a page differs.
+writes nothing and fails if a page differs. One file, however long: it is the list of
+figures, a function each.
 """
 
 from __future__ import annotations
