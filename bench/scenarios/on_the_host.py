@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import random
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -16,6 +18,7 @@ def compute_on_host(model: dict[str, Any], llm: dict[str, Any]) -> None:
     reads back from kernels."""
     if "linear_num_value_heads" in model.get("text_config", model):
         index_chunks_on_host()
+        convolve_lengths_of_host()
     if llm.get("enable_lora"):
         count_unique_on_host()
     if llm.get("speculative_config", {}).get("method") == "ngram":
@@ -44,6 +47,29 @@ def index_chunks_on_host() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(name_of) is prepare:
             vars(module)[name_of] = exact
+
+
+def convolve_lengths_of_host() -> None:
+    """Compute the programs of a convolution without metadata on the host, as they are
+    with it. Qwen's warm-up has one, of a length that a kernel computes: its lists had
+    the size of whatever is in that memory."""
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+    from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+    convolve = causal_conv1d.causal_conv1d_fn
+
+    def exact(*arguments: Any, **options: Any) -> Any:
+        call = inspect.signature(convolve).bind(*arguments, **options).arguments
+        if call.get("metadata") is None:
+            at = call["query_start_loc"]
+            programs = compute_causal_conv1d_metadata(at.cpu(), device=at.device)
+            names = ("nums_dict", "batch_ptr", "token_chunk_offset_ptr")
+            call["metadata"] = SimpleNamespace(
+                **dict(zip(names, programs, strict=True))
+            )
+        return convolve(**call)
+
+    causal_conv1d.causal_conv1d_fn = exact
 
 
 def accept_drafts() -> None:

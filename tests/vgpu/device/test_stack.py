@@ -13,6 +13,7 @@ import pytest
 from tests.vgpu.device.ctypes_cuda import OK, OUT_OF_MEMORY, Cuda
 
 THREADS = 132 * 2048
+FILE_NOT_FOUND = 301
 PTX = """
 .version 8.0
 .target sm_90
@@ -74,3 +75,26 @@ def test_card_without_it_takes_none(tmp_path: Path) -> None:
     held = gpu.used()
     assert launch(gpu, image(tmp_path, 8192)) == OK
     assert gpu.used() == held
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_kernels_of_a_library_are_those_of_its_file(tmp_path: Path) -> None:
+    """DeepGEMM loads what it compiles so, and takes the only kernel."""
+    gpu = Cuda()
+    gpu.set_device(0)
+    image(tmp_path, 16)
+    library, missing, count = c_void_p(), c_void_p(), ctypes.c_uint()
+    nothing = (None, None, 0, None, None, 0)
+    path = str(tmp_path / "16.cubin").encode()
+    assert gpu.call("cuLibraryLoadFromFile", byref(library), path, *nothing) == OK
+    error = gpu.call("cuLibraryLoadFromFile", byref(missing), path + b"2", *nothing)
+    assert error == FILE_NOT_FOUND
+    assert gpu.call("cuLibraryGetKernelCount", byref(count), library) == OK
+    assert count.value == 1
+    kernels = (c_void_p * 2)()
+    assert gpu.call("cuLibraryEnumerateKernels", kernels, 2, library) == OK
+    name = ctypes.c_char_p()
+    assert gpu.call("cuKernelGetName", byref(name), c_void_p(kernels[0])) == OK
+    assert name.value == b"kernel" and kernels[1] is None
+    assert gpu.call("cuLibraryUnload", library) == OK
+    assert gpu.call("cuLibraryGetKernelCount", byref(count), library) != OK

@@ -44,3 +44,15 @@ def test_patched_is_not_worse(
             print(random_starts.line(start, *pair))
             worse += [start.seed] if random_starts.worse(start, *pair) else []
     assert not worse
+
+
+def test_convolution_is_warmed_up_with_its_own_length(tmp_path: Path) -> None:
+    """Not with one of whatever the memory held that no kernel writes."""
+    result = run(
+        "convolution",
+        {"model": "hybrid"},
+        vllm="official",
+        device={"memory": 1 << 30},
+        folder=tmp_path,
+    )
+    assert result["peak"] < 1 << 20

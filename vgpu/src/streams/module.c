@@ -2,6 +2,7 @@
 // it a computation; a hook, when the configuration has one for its name, writes a value
 // through an argument.
 #include <fnmatch.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,6 +15,8 @@ typedef struct CUmod_st {
   int device;
   int64_t charged;
   uint64_t stack;  // bytes a thread of its largest kernel
+  int kernels;     // -1: not known
+  char** names;    // of the kernels
 } Module;
 
 typedef struct CUfunc_st {
@@ -259,7 +262,8 @@ static CUresult module_load(void** handle, const void* image) {
   int64_t bytes = (int64_t)config.device[device].module;
   if (!charge(device, bytes, "module")) return CUDA_ERROR_OUT_OF_MEMORY;
   Module* module = object_new(MODULE, sizeof *module);
-  *module = (Module){device, bytes, image_stack(image)};
+  *module = (Module){.device = device, .charged = bytes, .stack = image_stack(image)};
+  module->kernels = image_kernels(image, &module->names);
   *handle = module;
   return CUDA_SUCCESS;
 }
@@ -268,11 +272,27 @@ static CUresult module_unload(void* handle) {
   Module* module = handle;
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
   charge(module->device, -module->charged, "module");
+  for (int i = 0; i < module->kernels; i++) free(module->names[i]);
+  free(module->names);
   object_delete(module, MODULE);
   return CUDA_SUCCESS;
 }
 
-// Any name is found: the contents of an image are not read.
+static CUresult module_load_file(void** handle, const char* path) {
+  FILE* file = path ? fopen(path, "rb") : NULL;
+  if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
+  fseek(file, 0, SEEK_END);
+  const long size = ftell(file);
+  rewind(file);
+  char* image = calloc(1, (size_t)size + 64);  // no shorter than a head
+  const bool whole = fread(image, 1, (size_t)size, file) == (size_t)size;
+  fclose(file);
+  const CUresult error = whole ? module_load(handle, image) : CUDA_ERROR_OPERATING_SYSTEM;
+  free(image);
+  return error;
+}
+
+// Any name is found: the contents of an image are not searched for it.
 static CUresult module_kernel(void** kernel, void* module, const char* name) {
   if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
   Kernel* k = object_new(KERNEL, sizeof *k + strlen(name) + 1);
@@ -301,10 +321,7 @@ EXPORT CUresult cuModuleLoadFatBinary(CUmodule* module, const void* image) {
 
 EXPORT CUresult cuModuleLoad(CUmodule* module, const char* path) {
   DRV_ENTER(0);
-  FILE* file = path ? fopen(path, "rb") : NULL;
-  if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
-  fclose(file);
-  return module_load((void**)module, "");  // not read
+  return module_load_file((void**)module, path);
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module) {
@@ -326,6 +343,15 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* image,
   return image ? module_load((void**)library, image) : CUDA_ERROR_INVALID_VALUE;
 }
 
+EXPORT CUresult cuLibraryLoadFromFile(CUlibrary* library, const char* path,
+                                      CUjit_option* jit, void** jit_values,
+                                      unsigned jit_n, CUlibraryOption* options,
+                                      void** values, unsigned n) {
+  (void)jit, (void)jit_values, (void)jit_n, (void)options, (void)values, (void)n;
+  DRV_USE(0);
+  return module_load_file((void**)library, path);
+}
+
 EXPORT CUresult cuLibraryUnload(CUlibrary library) {
   DRV_USE(0);
   return module_unload(library);
@@ -335,6 +361,26 @@ EXPORT CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library,
                                    const char* name) {
   DRV_USE(0);
   return module_kernel((void**)kernel, library, name);
+}
+
+EXPORT CUresult cuLibraryGetKernelCount(unsigned* count, CUlibrary library) {
+  DRV_USE(0);
+  const Module* module = (const Module*)library;
+  if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
+  if (module->kernels < 0) return CUDA_ERROR_NOT_SUPPORTED;
+  *count = (unsigned)module->kernels;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuLibraryEnumerateKernels(CUkernel* kernels, unsigned n,
+                                          CUlibrary library) {
+  DRV_USE(0);
+  const Module* module = (const Module*)library;
+  if (!object_is(module, MODULE)) return CUDA_ERROR_INVALID_HANDLE;
+  if (module->kernels < 0) return CUDA_ERROR_NOT_SUPPORTED;
+  for (unsigned i = 0; i < n && i < (unsigned)module->kernels; i++)
+    module_kernel((void**)&kernels[i], library, module->names[i]);
+  return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {

@@ -106,10 +106,12 @@ CUresult device_finish(void);                  // all work of the current device
 void kept_copy(Kept* to, const Kept* from);
 void kept_release(Kept* kept);
 
-// ---- stack.c
+// ---- image.c
 
 // Bytes a thread of the largest of its kernels; 0: the image is no ELF file.
 uint64_t image_stack(const void* image);
+// Its kernels, and their names to be freed; -1: the image is no ELF file.
+int image_kernels(const void* image, char*** names);
 
 // ---- module.c
 
