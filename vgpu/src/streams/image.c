@@ -1,5 +1,6 @@
-// What ptxas wrote into an ELF image: the stack that its kernels need (section .nv.info;
-// cuobjdump -res-usage prints it), and their names (each has a bank of constants).
+// What ptxas wrote into an ELF image: the stack that its kernels need (section
+// .nv.info; cuobjdump -res-usage prints it), and their names (each has a bank of
+// constants).
 #include <elf.h>
 #include <stdlib.h>
 #include <string.h>

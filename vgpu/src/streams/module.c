@@ -287,7 +287,8 @@ static CUresult module_load_file(void** handle, const char* path) {
   char* image = calloc(1, (size_t)size + 64);  // no shorter than a head
   const bool whole = fread(image, 1, (size_t)size, file) == (size_t)size;
   fclose(file);
-  const CUresult error = whole ? module_load(handle, image) : CUDA_ERROR_OPERATING_SYSTEM;
+  const CUresult error =
+      whole ? module_load(handle, image) : CUDA_ERROR_OPERATING_SYSTEM;
   free(image);
   return error;
 }
