@@ -14,12 +14,14 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.device_allocator import get_mem_allocator_instance
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 from vllm.v1.worker.gpu_worker import Worker
 
-from bench.scenarios.wrap import after, before
+from bench.scenarios.wrap import before
 from vgpu import control
 
 # In the order in which they begin.
@@ -34,6 +36,9 @@ PHASES: dict[str, tuple[tuple[Any, ...], str]] = {
     "execute_model": ((Worker,), "execute_model"),
 }
 
+# By this process, in bytes.
+HELD: dict[str, int] = {}
+
 
 class Rank:
     def tell(self: Any) -> dict[str, Any]:
@@ -46,7 +51,7 @@ class Rank:
             "process": os.getpid(),
             "device": at,
             "requested": int(self.requested_memory),
-            "before": self.held_before,
+            "before": HELD["before"],
             "used": control.process_used(at),
             "pooled": pooled,  # by sleep mode, including unmapped memory
             "peak": control.process_peak(at),
@@ -57,13 +62,15 @@ class Rank:
 
 
 def note_what_is_held() -> None:
-    """Record the memory of a rank before its share of the device is decided: its
-    context and communicators."""
+    """Record the memory of a rank when its share of the device is decided: its context
+    and communicators. What PyTorch has, as cuBLAS's workspaces, is in that share, as
+    in start.py."""
 
-    def note(worker: Worker) -> None:
-        worker.held_before = control.process_used(worker.device.index)
+    def note(*_: Any) -> None:
+        used = control.process_used(torch.cuda.current_device())
+        HELD["before"] = used - torch.cuda.memory_reserved()
 
-    after(Worker, "init_device", note)
+    before(gpu_worker, "request_memory", note)
 
 
 def fail(rank: int, phase: str, how: str, when: str) -> None:
