@@ -478,7 +478,7 @@ def ours(project: Project) -> Project:
 
 
 FIRST = "treat-every-cumem-allocation-on-its-own"
-MOVES = "undo-what-a-sleep-or-wake-up-did-before-it-failed"
+REMOVES = "let-pytorch-release-the-memory-that-sleep-mode-pools-free"
 
 
 def release(
@@ -500,13 +500,13 @@ def test_our_first_topic_on_the_release(ours: Project, upstream: Path) -> None:
 
 
 def test_our_topic_on_the_release_before(ours: Project, upstream: Path) -> None:
-    """A call that the topic moves stood elsewhere."""
-    command = release(ours, upstream, "v0.32.0", "before", MOVES)
+    """A comment that the topic removes has other words there."""
+    command = release(ours, upstream, "v0.32.0", "before", REMOVES)
     done = subprocess.run(command, capture_output=True, text=True)
     allocator = "vllm/device_allocator/cumem.py"
     assert done.returncode == 1 and f"conflicts in {allocator}:\n" in done.stderr
     assert done.stderr.count("<<<<<<< ") == 1
-    tree = ours.root / f"build/pr-{MOVES}"
+    tree = ours.root / f"build/pr-{REMOVES}"
     marked = (tree / allocator).read_text()
     conflict = re.search(r"<<<<<<< .*?\n.*=======\n(.*)>>>>>>> .*?\n", marked, re.S)
     assert conflict is not None

@@ -202,7 +202,7 @@ def test_page_is_what_the_file_says(
 def test_core_stays_small() -> None:
     patches = [NEWEST.folder / f"{n}.patch" for n in members(ROOT, SERIES, "core")]
     # A patch of 500 lines is four here: upstream asks for at most 250.
-    assert len(patches) <= 15
+    assert len(patches) <= 14
     added, removed = map(sum, zip(*map(changed, patches), strict=True))
     assert added - removed <= 1500
 
