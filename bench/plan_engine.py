@@ -26,6 +26,8 @@ from typing import Any
 
 from bench.plan_watch import watch
 from bench.scenarios.on_the_host import (
+    compare_scales_on_host,
+    count_repeats_on_host,
     index_chunks_on_host,
     inspect_models_here,
     own_process,
@@ -127,6 +129,8 @@ def change_worker(result: dict[str, Any]) -> None:
     watch(result, Path(os.environ[TOLD]))
     sample_without_kernels()
     quantize_without_weights()
+    compare_scales_on_host()
+    count_repeats_on_host()
     broadcast_objects_without_kernels()
     with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
         index_chunks_on_host()

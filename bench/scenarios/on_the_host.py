@@ -134,6 +134,45 @@ def count_unique_on_host() -> None:
     torch.unique = counted
 
 
+def compare_scales_on_host() -> None:
+    """Compare the scales of an FP8 KV cache on the host. Without a checkpoint, they are
+    -1, for which vLLM takes 1."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    process = BaseKVCacheMethod.process_weights_after_loading
+
+    def exact(method: Any, layer: Any) -> None:
+        for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+            if hasattr(layer, name):
+                setattr(layer, name, on_host(getattr(layer, name)))
+        process(method, layer)
+
+    BaseKVCacheMethod.process_weights_after_loading = exact
+
+
+def on_host(parameter: Any) -> Any:
+    import torch
+
+    return torch.nn.Parameter(parameter.detach().cpu(), requires_grad=False)
+
+
+def count_repeats_on_host() -> None:
+    """Sum on the host how often a tensor is repeated: it gives the size of a tensor."""
+    import torch
+
+    repeat = torch.Tensor.repeat_interleave
+
+    def counted(tensor: Any, repeats: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(repeats, torch.Tensor):
+            if repeats.numel() > 1:
+                options.setdefault("output_size", int(repeats.cpu().sum()))
+            else:
+                repeats = int(repeats)
+        return repeat(tensor, repeats, *rest, **options)
+
+    torch.Tensor.repeat_interleave = counted
+
+
 def own_process() -> None:
     """Say that this process is one as vLLM makes for its workers."""
     with contextlib.suppress(ImportError, AttributeError):  # stock vLLM has none

@@ -226,6 +226,42 @@ def test_gptq_without_a_checkpoint_is_quantized(
     assert is_layer_gptq_quantized("model.layers.0.self_attn.o_proj", layers)
 
 
+@pytest.mark.vgpu(memory="1GiB")
+def test_scales_of_an_fp8_kv_cache_without_a_checkpoint() -> None:
+    import torch
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    from bench.scenarios.on_the_host import compare_scales_on_host
+
+    method, layer = BaseKVCacheMethod(None), torch.nn.Module()
+    layer.kv_cache_dtype = "fp8"
+    with torch.device("cuda"):
+        method.create_weights(layer)
+        for name in "q", "k", "v", "prob":
+            layer.register_buffer(f"_{name}_scale", torch.tensor(7.0))
+    for name in "k", "v":
+        layer.register_buffer(f"_{name}_scale_cpu", torch.tensor(7.0))
+    compare_scales_on_host()
+    method.process_weights_after_loading(layer)
+    assert (layer._k_scale_float, layer._v_scale_float) == (1, 1)
+    assert (layer._q_scale_float, layer._v_scale_cpu) == (1, 1)
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_size_of_repeats_is_counted_on_the_host() -> None:
+    import torch
+
+    from bench.scenarios.on_the_host import count_repeats_on_host
+
+    count_repeats_on_host()
+    x = torch.zeros(2, 3, device="cuda")
+    each, all_of = (torch.tensor(n).cuda() for n in ([1, 0, 4], [2]))
+    assert x.repeat_interleave(each, 1).shape == (2, 5)
+    assert x.repeat_interleave(all_of, dim=1).shape == (2, 6)
+    assert x.repeat_interleave(repeats=each, dim=1).shape == (2, 5)
+    assert x.repeat_interleave(2, 0).shape == (4, 3)
+
+
 @pytest.mark.full
 def test_reported_start_is_started_again(tmp_path: Path) -> None:
     """On a slice whose sources disagree, next to another process."""
