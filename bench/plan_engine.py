@@ -44,7 +44,7 @@ VARIABLES = {
 
 TOLD = "PLAN_TOLD"
 # Modules of FlashInfer.
-SILENT = "sampling", "topk", "trtllm_comm", "trtllm_mnnvl_comm"
+SILENT = "rope", "sampling", "topk", "trtllm_comm", "trtllm_mnnvl_comm"
 
 
 def main() -> None:

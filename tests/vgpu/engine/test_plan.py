@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from bench.plan import number
-from bench.plan_engine import dropped, quantize_without_weights
+from bench.plan_engine import (
+    dropped,
+    quantize_without_weights,
+    sample_without_kernels,
+)
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
 
@@ -260,6 +264,23 @@ def test_size_of_repeats_is_counted_on_the_host() -> None:
     assert x.repeat_interleave(all_of, dim=1).shape == (2, 6)
     assert x.repeat_interleave(repeats=each, dim=1).shape == (2, 5)
     assert x.repeat_interleave(2, 0).shape == (4, 3)
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_rope_of_flashinfer_is_not_compiled() -> None:
+    import torch
+    from flashinfer.jit.core import JitSpec
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    from vgpu import control
+
+    JitSpec.build = None
+    sample_without_kernels()
+    q, k = (torch.zeros(4, heads * 64, device="cuda") for heads in (8, 2))
+    positions, cache = torch.arange(4).cuda(), torch.zeros(16, 64, device="cuda")
+    before = control.kernels()
+    apply_rope_with_cos_sin_cache_inplace(positions, q, k, 64, cache)
+    assert control.kernels() == before + 1
 
 
 @pytest.mark.full
