@@ -386,6 +386,33 @@ def _alias(compiler: str, folder: Path, soname: str, versions: set[str]) -> None
     script.unlink()
 
 
+def _cute_dsl(compiler: str, folder: Path, major: int) -> None:
+    """CuTe DSL's runtime has a CUDA runtime linked into it. The archive next to it has
+    its calls without one, so that they reach the stand-ins."""
+    runtime = site_packages() / f"nvidia_cutlass_dsl/cu{major}/lib"
+    archive = runtime / "libcuda_dialect_runtime_static.a"
+    if not archive.exists():
+        return
+    own = folder / "cute"
+    own.mkdir()
+    (own / "libcute_dsl_runtime.so").symlink_to(runtime / "libcute_dsl_runtime.so")
+    _run(
+        [
+            *compiler.split(),
+            *("-shared", "-Wl,-Bsymbolic", "-o", str(own / "libcuda_dialect.so")),
+            *("-Wl,--whole-archive", str(archive), "-Wl,--no-whole-archive"),
+            str(folder / "libcuda.so.1"),
+        ]
+    )
+
+
+def cute_dsl(folder: Path) -> str:
+    """For CUTE_DSL_LIBS. Functions are looked up in the first library first."""
+    names = ("libcuda_dialect.so", "libcute_dsl_runtime.so")
+    own = folder / "cute"
+    return ":".join(str(own / name) for name in names) if own.is_dir() else ""
+
+
 def _build(folder: Path, headers: Headers, compiler: str) -> None:
     sources = sorted(SOURCES.glob("*/*.c"))
     library = folder / "libcuda.so.1"
@@ -403,6 +430,7 @@ def _build(folder: Path, headers: Headers, compiler: str) -> None:
     stubs = sorted(wanted - implemented - per_thread.keys())
     sources += write_stubs(generated, stubs, versions)
     _link(compiler, headers, sources, library, per_thread)
+    _cute_dsl(compiler, folder, _major(headers))
     aliases[NCCL] = set()
     for soname, names in sorted(aliases.items()):
         _alias(compiler, folder, soname, names)

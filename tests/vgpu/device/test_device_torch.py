@@ -267,3 +267,27 @@ def test_matmul_and_kernels_run_as_nothing() -> None:
     before = control.kernels()
     (a @ a + 1).cpu()
     assert control.kernels() >= before + 2
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_kernel_of_cute_dsl_is_launched() -> None:
+    """The runtime that it brings asks the driver for tables that are not public."""
+    import torch
+
+    from vgpu import control
+
+    cute = pytest.importorskip("cutlass.cute")
+
+    @cute.kernel
+    def nothing() -> None:
+        pass
+
+    @cute.jit
+    def start() -> None:
+        nothing().launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+    torch.zeros(1, device="cuda")
+    compiled = cute.compile(start, options="--enable-tvm-ffi")
+    before = control.kernels()
+    compiled()
+    assert control.kernels() == before + 1
