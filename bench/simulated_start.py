@@ -66,6 +66,13 @@ class Release:
     def python(self) -> Path:
         return self.root / self.name / "bin/python"
 
+    @property
+    def nvrtc(self) -> Path | None:
+        """The folder of the compiler's parts, which it looks up by name alone."""
+        parts = "lib/python*/site-packages/nvidia/*/lib/libnvrtc-builtins.so*"
+        found = next((self.root / self.name).glob(parts), None)
+        return found and found.parent
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -184,8 +191,11 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
     """
     release = asked.release
     paths = [*([release.ours] if release.ours else []), REPOSITORY]
+    given = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    libraries = [os.environ.get("LD_LIBRARY_PATH"), release.nvrtc]
+    given["LD_LIBRARY_PATH"] = os.pathsep.join(str(path) for path in libraries if path)
     environment = caches.environment(
-        os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        os.environ | given,
         own,
         release.root / "build/kernels",
     )
