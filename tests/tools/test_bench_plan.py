@@ -144,3 +144,13 @@ def test_runs_that_were_not_replayed_are_counted() -> None:
     of = [line.split(" | ")[1] for line in lines]
     assert sum(int(cell.split(" of ")[1]) for cell in of) == 4
     assert sum(int(cell.split(" of ")[0]) for cell in of) == 1
+
+
+def test_parts_of_the_compiler_are_found_in_the_environment(tmp_path: Path) -> None:
+    release = simulated_start.Release(tmp_path, "0.33.0", None)
+    assert release.nvrtc is None
+    packages = tmp_path / release.name / "lib/python3.12/site-packages"
+    folder = packages / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    (folder / "libnvrtc-builtins.so.13.0").touch()
+    assert release.nvrtc == folder
