@@ -32,6 +32,8 @@ LAYERS = ("state", "memory", "streams", "sources", "control")
 # Also under the names that wheels give their own copies (libcudart.0a1b2c3d.so.13).
 STAND_IN = re.compile(r"lib(cudart|cublas|cublasLt)([.-][0-9a-f]{8})?\.so\.(\d+)[\d.]*")
 NCCL = "libnccl.so.2"
+# In a folder of its own: the real one, which it needs, has the same name.
+CUTE_DSL = "cute/libcute_dsl_runtime.so"
 CUDA_NAME = re.compile(
     r"cu[A-Z]\w*|cuda[A-Z]\w*|__cuda[A-Z]\w*|cublas\w+|nvml[A-Z]\w*|nccl[A-Z]\w*"
 )
@@ -388,29 +390,23 @@ def _alias(compiler: str, folder: Path, soname: str, versions: set[str]) -> None
 
 def _cute_dsl(compiler: str, folder: Path, major: int) -> None:
     """CuTe DSL's runtime has a CUDA runtime linked into it. The archive next to it has
-    its calls without one, so that they reach the stand-ins."""
+    its calls without one, so that they reach the stand-ins; the rest is the real one's.
+    """
     runtime = site_packages() / f"nvidia_cutlass_dsl/cu{major}/lib"
     archive = runtime / "libcuda_dialect_runtime_static.a"
     if not archive.exists():
         return
-    own = folder / "cute"
-    own.mkdir()
-    (own / "libcute_dsl_runtime.so").symlink_to(runtime / "libcute_dsl_runtime.so")
+    (folder / CUTE_DSL).parent.mkdir()
+    real = runtime / Path(CUTE_DSL).name
     _run(
         [
             *compiler.split(),
-            *("-shared", "-Wl,-Bsymbolic", "-o", str(own / "libcuda_dialect.so")),
-            *("-Wl,--whole-archive", str(archive), "-Wl,--no-whole-archive"),
-            str(folder / "libcuda.so.1"),
+            *("-shared", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda_dialect.so"),
+            *("-o", str(folder / CUTE_DSL), "-Wl,--whole-archive", str(archive)),
+            *("-Wl,--no-whole-archive", str(folder / "libcuda.so.1")),
+            *("-Wl,--no-as-needed", str(real), f"-Wl,-rpath,{runtime}"),
         ]
     )
-
-
-def cute_dsl(folder: Path) -> str:
-    """For CUTE_DSL_LIBS. Functions are looked up in the first library first."""
-    names = ("libcuda_dialect.so", "libcute_dsl_runtime.so")
-    own = folder / "cute"
-    return ":".join(str(own / name) for name in names) if own.is_dir() else ""
 
 
 def _build(folder: Path, headers: Headers, compiler: str) -> None:

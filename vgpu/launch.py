@@ -80,8 +80,8 @@ def environment(
     ]
     result["LD_LIBRARY_PATH"] = ":".join(p for p in search if p)
     result["LD_PRELOAD"] = ":".join(p for p in preload if p)
-    if libraries := build.cute_dsl(library):
-        result.setdefault("CUTE_DSL_LIBS", libraries)
+    if (runtime := library / build.CUTE_DSL).exists():
+        result.setdefault("CUTE_DSL_LIBS", str(runtime))
     result["VGPU_RUN"] = str(run)
     result["VGPU_UNIFIED"] = str(
         int(any(d["integrated"] for d in configuration.devices))
