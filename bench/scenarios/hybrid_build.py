@@ -21,6 +21,7 @@ from vgpu import control
 
 TOKENS, MOST_TOKENS = 16, 16384
 SHAPES = ((3, 3 * 4096), (32, 128, 128))
+MAMBA2_SHAPES = ((3, 4096 + 2 * 8 * 128), (32, 128, 128))  # 8 groups of heads
 
 
 def main() -> None:
@@ -111,10 +112,12 @@ def builder_of(layer: str) -> Any:
             max_model_len=2048,
         ),
     )
-    spec = MambaSpec(
-        block_size=2048, shapes=SHAPES, dtypes=(torch.bfloat16, torch.float32)
-    )
     of_mamba2 = layer == "mamba2"
+    spec = MambaSpec(
+        block_size=2048,
+        shapes=MAMBA2_SHAPES if of_mamba2 else SHAPES,
+        dtypes=(torch.bfloat16, torch.float32),
+    )
     builder = (
         Mamba2AttentionMetadataBuilder if of_mamba2 else GDNAttentionMetadataBuilder
     )
