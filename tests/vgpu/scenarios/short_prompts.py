@@ -1,0 +1,49 @@
+"""Prefill many short prompts of a Mamba2 model in one step.
+
+The argument is a case of start.py. Prints the kernels that the device ran for it, the
+prompts of the step, and for each of its groups of sequences whether states stayed in
+the cache; no group where the release builds none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from bench.scenarios.result import print_result
+
+LENGTH = 16
+
+
+def main() -> None:
+    from bench.scenarios import start
+
+    llm = start.engine(asked := json.loads(sys.argv[1]), {})
+    from vllm import SamplingParams
+    from vllm.v1.attention.backends import mamba2_attn
+
+    from vgpu import control
+
+    builder = mamba2_attn.Mamba2AttentionMetadataBuilder
+    build = builder.build
+    groups: list[bool] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        metadata = build(*arguments, **options)
+        of_step = getattr(metadata, "prefill_groups", None) or []
+        groups[:] = [group.in_cache for group in of_step]
+        return metadata
+
+    builder.build = watched
+    prompts = [{"prompt_token_ids": [7] * LENGTH}] * asked["llm"]["max_num_seqs"]
+    one = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    llm.generate(prompts, one, use_tqdm=False)  # kernels of the first step are compiled
+    before = control.kernels()
+    llm.generate(prompts, one, use_tqdm=False)
+    kernels = control.kernels() - before
+    print_result({"kernels": kernels, "prompts": len(prompts), "groups": groups})
+
+
+if __name__ == "__main__":
+    main()
