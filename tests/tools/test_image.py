@@ -106,7 +106,9 @@ def test_image_is_the_official_one_and_a_small_layer(
         "import vllm.budget as b, vllm._version as v; print(b.requested(8), v.version)"
     )
     run = ("run", "--isolation=chroot", container, "--", "python3", "-c", script)
-    assert builder(*run).split() == ["4", patched.version]
+    # Once in many runs, buildah loses what a program in a chroot prints.
+    said = next(filter(None, (builder(*run).split() for _ in range(3))), [])
+    assert said == ["4", patched.version]
 
 
 def image_layers(folder: Path) -> list[Path]:
