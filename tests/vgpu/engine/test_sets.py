@@ -163,7 +163,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "growth": growth,
     "host memory": host_memory,
     "host reserve": host_reserve,
-    "hybrid": full_batches_of("hybrid", False),
     "late replies": late_replies,
     "limit": start_in("limit next to a co-tenant"),
     "load of experts": load_of_experts,
