@@ -33,11 +33,12 @@ def main() -> None:
             prefill_peak=0,
             prefill_room=case["room"],
             prefill_token_bytes=0,
-            prefills_in_cache=True,
         )
+        if case["layer"] == "mamba2":
+            profiled.prefills_in_cache = True
+            builder._layers = [profiled]
         layers = builder.vllm_config.compilation_config.static_forward_context
         layers["layer"] = profiled
-        builder._layers = [profiled]  # patched Mamba2
         serve.answer(build(builder, case["prompts"], asked["builds"]))
 
 
