@@ -30,9 +30,7 @@ def main() -> None:
     for case in asked["cases"]:
         builder = builders[case["layer"]]
         profiled = SimpleNamespace(
-            prefill_peak=0,
-            prefill_room=case["room"],
-            prefill_token_bytes=0,
+            prefill_peak=0, prefill_room=case["room"], prefill_token_bytes=0
         )
         if case["layer"] == "mamba2":
             profiled.prefills_in_cache = True
