@@ -91,13 +91,17 @@ def main(args: argparse.Namespace) -> None:
     measured_runs = measured(args.validation) if args.validation else None
     runs = [results(base, branch.proposal) for branch in branches]
     templates = [template_of(args.git, branch.onto) for branch in branches]
-    hooks = []
+    hooks, failed = [], []
     for branch in branches:
         with locked(base.root):
             place(base, args, branch)
-        hooks.append(
-            "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(branch.tree)
-        )
+        try:
+            told = "not run (NO_HOOKS=1)" if args.no_hooks else run_hooks(branch.tree)
+            hooks.append(told)
+        except Problem as problem:
+            failed.append(str(problem))
+    if failed:
+        raise Problem("\n\n".join(failed))
     if measured_runs is None:
         tested = check(base, [branch.patch for branch in branches])
     else:

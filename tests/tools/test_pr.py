@@ -372,6 +372,19 @@ def test_failing_hook_is_shown(topic: Project, clone: Clone) -> None:
     assert "envelope/" not in clone.git("branch")
 
 
+def test_failing_hooks_of_all_branches_are_shown(
+    stacked: Project, clone: Clone
+) -> None:
+    hooks = HOOKS.replace("total // 4", "NAME|total // 2")
+    (clone.path / ".pre-commit-config.yaml").write_text(hooks)
+    clone.git("commit", "-q", "-a", "-m", "Stricter")
+    path = stacked.root / "patches/topics.toml"
+    order = f'[upstream]\norder = ["ask-for-less", "{TOPIC}"]\n'
+    path.write_text(order + path.read_text())
+    error = stacked.fails("pr", "--git", str(clone.path), "--first", "2")
+    assert "vllm/less.py:1" in error and "vllm/budget.py:2" in error
+
+
 def test_projects_linters_stand_in(topic: Project, clone: Clone) -> None:
     topic.commit("[Core] Import", vllm__budget_py="import os\n")
     topic.ok("export")

@@ -104,6 +104,22 @@ def drafts(folder: Path) -> None:
     never_worse.test_largest_batches_fit("draft", True, folder)
 
 
+def large_prefill(folder: Path) -> None:
+    """With 256 MiB more than the budget. What comes with the KV cache has no place in it,
+    as in stock vLLM: that is a topic of other sets."""
+    batches = never_worse.BATCHES["hybrid"]
+    llm = {"max_num_seqs": 128} | batches["llm"]
+    budget = int(0.7 * 2560 * MIB)
+    for v2 in (False, True):
+        asked = never_worse.case(
+            v2, 0.7, model="hybrid", llm=llm, serve=budget + 256 * MIB
+        )
+        both = never_worse.compared({"hybrid": asked}, folder, never_worse.SMALL)
+        official, ours = both["hybrid"]
+        assert official["served"].startswith("out of memory"), official
+        assert ours["outcome"] == "started" and ours["served"] == "lives", ours
+
+
 def late_replies(folder: Path) -> None:
     calls.test_release_shifts_replies(folder)
     calls.test_outcomes_of_a_call(folder)
@@ -160,6 +176,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "growth": growth,
     "host memory": host_memory,
     "host reserve": host_reserve,
+    "large prefill": large_prefill,
     "late replies": late_replies,
     "limit": start_in("limit next to a co-tenant"),
     "load of experts": load_of_experts,
