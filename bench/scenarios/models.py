@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -455,7 +456,10 @@ MODELS["MLA, 64 experts"] = MODELS["MLA"] | {
 def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    # Stock and patched starts write it at a time, and read it.
+    partial = folder / f".config.json.{os.getpid()}"
+    partial.write_text(json.dumps(MODELS[name]))
+    partial.rename(folder / "config.json")
     if vision := MODELS[name].get("vision_config"):
         write_processor(folder, vision["patch_size"])
     elif name == "Whisper":

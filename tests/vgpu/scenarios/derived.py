@@ -534,6 +534,29 @@ def process_made_by_others() -> dict[str, Any]:
     return {"tokens": tokens, "raised": raised, "ended": ended, "blocks": blocks(llm)}
 
 
+def own_loop_of_requests() -> dict[str, Any]:
+    """vllm-ascend's recovery: a worker_busy_loop that unpacks requests itself."""
+    import cloudpickle
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    def own_loop(self: Any) -> None:
+        while True:
+            request = self.rpc_broadcast_mq.dequeue(indefinite=True)
+            method, args, kwargs, output_rank = request
+            try:
+                if isinstance(method, str):
+                    output = getattr(self.worker, method)(*args, **kwargs)
+                else:
+                    output = cloudpickle.loads(method)(self.worker, *args, **kwargs)
+            except Exception as error:
+                output = error
+            if output_rank in (None, self.rank):
+                self.handle_output(output)
+
+    WorkerProc.worker_busy_loop = own_loop  # the process is forked
+    return process_made_by_others()
+
+
 def fails(worker: Any) -> None:
     raise ValueError("a call fails")
 
@@ -553,6 +576,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         texts,
         engine_dead,
         process_made_by_others,
+        own_loop_of_requests,
     )
 }
 
