@@ -105,8 +105,8 @@ def drafts(folder: Path) -> None:
 
 
 def large_prefill(folder: Path) -> None:
-    """With 256 MiB more than the budget. What comes with the KV cache has no place in it,
-    as in stock vLLM: that is a topic of other sets."""
+    """With 256 MiB more than the budget. As in stock vLLM, block tables and workspaces
+    have no place in it: that is a topic of other sets."""
     batches = never_worse.BATCHES["hybrid"]
     llm = {"max_num_seqs": 128} | batches["llm"]
     budget = int(0.7 * 2560 * MIB)

@@ -536,7 +536,8 @@ def process_made_by_others() -> dict[str, Any]:
 
 def own_loop_of_requests() -> dict[str, Any]:
     """vllm-ascend's recovery: a worker_busy_loop that unpacks requests itself."""
-    import cloudpickle
+    import pickle
+
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     def own_loop(self: Any) -> None:
@@ -547,7 +548,7 @@ def own_loop_of_requests() -> dict[str, Any]:
                 if isinstance(method, str):
                     output = getattr(self.worker, method)(*args, **kwargs)
                 else:
-                    output = cloudpickle.loads(method)(self.worker, *args, **kwargs)
+                    output = pickle.loads(method)(self.worker, *args, **kwargs)
             except Exception as error:
                 output = error
             if output_rank in (None, self.rank):
