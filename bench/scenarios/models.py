@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios.processors import (
-    write_audio_processor,
-    write_processor,
-    write_tokenizer,
-)
+from bench.scenarios import processors
 
 COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
@@ -456,16 +451,13 @@ MODELS["MLA, 64 experts"] = MODELS["MLA"] | {
 def write(name: str, folder: Path) -> str:
     """Write a model's configuration; returns the folder, as vLLM takes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Stock and patched starts write it at a time, and read it.
-    partial = folder / f".config.json.{os.getpid()}"
-    partial.write_text(json.dumps(MODELS[name]))
-    partial.rename(folder / "config.json")
+    processors.write_json(folder / "config.json", MODELS[name])
     if vision := MODELS[name].get("vision_config"):
-        write_processor(folder, vision["patch_size"])
+        processors.write_processor(folder, vision["patch_size"])
     elif name == "Whisper":
-        write_audio_processor(folder, MODELS[name]["num_mel_bins"])
+        processors.write_audio_processor(folder, MODELS[name]["num_mel_bins"])
     elif name == "pooling":  # its prompts go through a tokenizer
-        write_tokenizer(folder, {})
+        processors.write_tokenizer(folder, {})
     return str(folder)
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+
+def write_json(path: Path, content: object) -> None:
+    """Stock and patched starts write the same file at a time, and read it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content))
+    partial.rename(path)
 
 
 def write_processor(folder: Path, patch_size: int) -> None:
@@ -35,7 +43,7 @@ def write_processor(folder: Path, patch_size: int) -> None:
     }
     write_tokenizer(folder, {"processor_class": f"{kind}Processor"})
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+        write_json(folder / name, content)
 
 
 def write_audio_processor(folder: Path, mel_bins: int) -> None:
@@ -50,7 +58,7 @@ def write_audio_processor(folder: Path, mel_bins: int) -> None:
         "n_fft": 400,
     }
     write_tokenizer(folder, kind | {"tokenizer_class": "WhisperTokenizerFast"})
-    (folder / "preprocessor_config.json").write_text(json.dumps(kind | features))
+    write_json(folder / "preprocessor_config.json", kind | features)
 
 
 def write_tokenizer(folder: Path, config: dict[str, str]) -> None:
@@ -85,5 +93,5 @@ def write_tokenizer(folder: Path, config: dict[str, str]) -> None:
         "bos_token": words[1],
         "eos_token": words[2],
     } | config
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(folder / "tokenizer.json", tokenizer)
+    write_json(folder / "tokenizer_config.json", config)
