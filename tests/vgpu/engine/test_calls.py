@@ -20,6 +20,7 @@ NAMED = (
     "a step that fails and is timed out before a slow call",
     "a step that one fails",
     "a large reply",
+    "a failure in a step that others overtake",
 )
 # After these the release gives each call the replies to the one before.
 SHIFTS = NAMED[:2] + NAMED[3:4]
@@ -42,9 +43,14 @@ def check(result: dict[str, Any]) -> None:
 def test_outcomes_of_a_call(tmp_path: Path) -> None:
     result = calls("envelope", tmp_path, named=NAMED)
     check(result)
-    # One executor serves all but the last, before which a step has ended it.
+    # A step ends the executor that served those before it, and another one the next.
     assert result["seen"]["executors"] == 2
-    assert result["outcomes"]["a step that one fails"][-1] == ["ended", 1]
+    for name in "a step that one fails", "a failure in a step that others overtake":
+        assert result["outcomes"][name][-1] == ["ended", 1]
+    # While replies came in time: the steps take three seconds.
+    assert (
+        result["outcomes"]["a failure in a step that others overtake"][80][0] == "ended"
+    )
 
 
 def test_release_shifts_replies(tmp_path: Path) -> None:

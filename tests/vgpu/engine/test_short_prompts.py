@@ -36,3 +36,21 @@ def test_short_prompts_of_mamba2_are_one_group(v2: bool, tmp_path: Path) -> None
     )
     assert ours["groups"] == [True]
     assert 0 < ours["kernels"] <= 1.2 * stock["kernels"]
+
+
+@pytest.mark.skipif(BASE == "0.26.0", reason="not carried over")
+def test_groups_grow_as_far_beside_an_explicit_kv_cache(tmp_path: Path) -> None:
+    """The logits of 1,024 sequences take more than a prefill."""
+    many = CASE["llm"] | {"max_num_seqs": 1024, "max_num_batched_tokens": 1024}
+    rooms = [
+        run(
+            "short_prompts",
+            CASE | {"v2": True, "llm": many | given},
+            vllm="envelope",
+            device={"memory": "4GiB"},
+            hooks=HOOKS,
+            folder=tmp_path,
+        )["room"]
+        for given in ({}, {"kv_cache_memory_bytes": 2**30})
+    ]
+    assert rooms[0] == rooms[1] > 0

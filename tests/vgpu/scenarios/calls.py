@@ -40,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "release": False,
 }
 MIB = 2**20
+IN_FLIGHT = 8  # calls that are not awaited, at most
 PATIENCE = 90  # seconds after which a program hangs
 ENDS = 30  # within which an executor with a dead worker has to end
 
@@ -80,6 +81,14 @@ NAMED: dict[str, list[Call]] = {
         call(2, "sample_tokens", ahead=True, timeout=0.2, does={0: FAILS_LATER}),
         call(2, does={1: SLOW}),
         call(2),
+    ],
+    # Rank 0 meets rank 1 in the step after its own, as long as there is one.
+    "a failure in a step that others overtake": [
+        call(2, "sample_tokens", output=0, ahead=True, does={1: FAILS}),
+        *(
+            call(2, "sample_tokens", output=0, ahead=True, does={0: {"delay": 0.03}})
+            for _ in range(100)
+        ),
     ],
     "a step that one fails": [call(2, "sample_tokens", does={1: FAILS}), call(2)],
     "a large reply": [call(2, does={0: {"delay": 1.0}, 1: {"size": 300 * MIB}})],
@@ -234,6 +243,8 @@ def run(calls: Any, program: list[Call], first: int) -> list[list[Any]]:
             continue
         try:
             ahead.append(made().result)
+            if len(ahead) > IN_FLIGHT:
+                outcomes.append(outcome(ahead.pop(0)))
         except RuntimeError as error:  # it has ended
 
             def fail(error: RuntimeError = error) -> None:
@@ -261,7 +272,9 @@ def expected(one: Call, number: int, ranks: int) -> tuple[list[list[Any]], list[
         late = one["timeout"] is not None
         if stuck or (unmet and (slow or late)):
             ends = unmet
-    if not failing and not stuck and not (set(asked) & set(ends)):
+    # The others may meet it in a step that has begun.
+    overtaken = stuck and one["ahead"] and not set(asked) & set(unmet)
+    if not failing and (not stuck or overtaken) and not (set(asked) & set(ends)):
         replies = [[number, rank, one["ranks"][rank]["size"]] for rank in asked]
         may.append(["replies", replies if one["output"] is None else replies[0]])
     return may, ends

@@ -1,8 +1,8 @@
 """Prefill many short prompts of a Mamba2 model in one step.
 
 The argument is a case of start.py. Prints the kernels that the device ran for it, the
-prompts of the step, and for each of its groups of sequences whether states stayed in
-the cache; no group where the release builds none.
+prompts of the step, for each of its groups of sequences whether states stayed in the
+cache, and the bytes by which a group may grow; no group where the release builds none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
 
     llm = start.engine(asked := json.loads(sys.argv[1]), {})
     from vllm import SamplingParams
+    from vllm.model_executor.layers.mamba import abstract
     from vllm.v1.attention.backends import mamba2_attn
 
     from vgpu import control
@@ -42,7 +43,10 @@ def main() -> None:
     before = control.kernels()
     llm.generate(prompts, one, use_tqdm=False)
     kernels = control.kernels() - before
-    print_result({"kernels": kernels, "prompts": len(prompts), "groups": groups})
+    told = {"kernels": kernels, "prompts": len(prompts), "groups": groups}
+    if room := getattr(abstract, "get_prefill_room", None):
+        told["room"], _ = room(llm.llm_engine.vllm_config)
+    print_result(told)
 
 
 if __name__ == "__main__":
