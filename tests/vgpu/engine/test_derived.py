@@ -17,6 +17,9 @@ from tests.vgpu.scenarios.derived import WAYS
 pytestmark = pytest.mark.topic
 # Has a test of its own.
 ALONE = {"hooks_append"}
+# The patches for 0.26.0 leave it as it is.
+EXECUTOR = {"own_loop_of_requests", "process_made_by_others"}
+SKIPPED = ALONE | (EXECUTOR if BASE == "0.26.0" else set())
 
 
 def tried(way: str, folder: Path, scenario: str = "derived") -> list[dict[str, Any]]:
@@ -31,7 +34,7 @@ def tried(way: str, folder: Path, scenario: str = "derived") -> list[dict[str, A
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize("way", [w for w in WAYS if w not in ALONE])
+@pytest.mark.parametrize("way", [w for w in WAYS if w not in SKIPPED])
 def test_each_way_is_as_with_the_release(way: str, tmp_path: Path) -> None:
     compare(*tried(way, tmp_path))
 
