@@ -17,7 +17,7 @@ from tests.vgpu.scenarios.derived import WAYS
 pytestmark = pytest.mark.topic
 # Has a test of its own.
 ALONE = {"hooks_append"}
-# The patches for 0.26.0 leave it as it is.
+# The patches for 0.26.0 leave the executor as it is.
 EXECUTOR = {"own_loop_of_requests", "process_made_by_others"}
 SKIPPED = ALONE | (EXECUTOR if BASE == "0.26.0" else set())
 
