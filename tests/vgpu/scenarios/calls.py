@@ -220,8 +220,8 @@ def run(calls: Any, program: list[Call], first: int) -> list[list[Any]]:
     outcomes: list[list[Any]] = []
     ahead: list[Any] = []
 
-    def await_all() -> None:
-        while ahead:
+    def await_all(but: int = 0) -> None:
+        while len(ahead) > but:
             outcomes.append(outcome(ahead.pop(0)))
 
     for number, one in enumerate(program, first):
@@ -243,14 +243,13 @@ def run(calls: Any, program: list[Call], first: int) -> list[list[Any]]:
             continue
         try:
             ahead.append(made().result)
-            if len(ahead) > IN_FLIGHT:
-                outcomes.append(outcome(ahead.pop(0)))
         except RuntimeError as error:  # it has ended
 
             def fail(error: RuntimeError = error) -> None:
                 raise error
 
             ahead.append(fail)
+        await_all(but=IN_FLIGHT)
     await_all()
     return outcomes
 
