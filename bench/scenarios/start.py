@@ -449,8 +449,11 @@ def serve(llm: Any) -> str:
         for prompts in batches:
             if config.model_config.runner_type == "pooling":
                 llm.embed(prompts, use_tqdm=False)
-            else:
-                llm.generate(prompts, parameters, use_tqdm=False)
+                continue
+            # With hooks.toml, each step of a prompt counts as a token.
+            steps = len(prompts[-1]["prompt_token_ids"]) // tokens
+            parameters.max_tokens = outputs + steps
+            llm.generate(prompts, parameters, use_tqdm=False)
     except RuntimeError as error:
         if not device.is_out_of_memory(error):
             raise
