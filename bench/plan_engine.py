@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bench.plan_watch import watch
 from bench.scenarios.on_the_host import (
@@ -132,6 +133,7 @@ def change_worker(result: dict[str, Any]) -> None:
     compare_scales_on_host()
     count_repeats_on_host()
     broadcast_objects_without_kernels()
+    reduce_by_own_kernel()
     with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
         index_chunks_on_host()
 
@@ -262,6 +264,43 @@ def broadcast_objects_without_kernels() -> None:
         objects[:] = pickle.loads(tensor.cpu().numpy().tobytes())
 
     dist.broadcast_object_list = broadcast_object_list
+
+
+def reduce_by_own_kernel() -> None:
+    """GPUs with multicast reach each other, so vLLM has its own all-reduce there: one
+    node of a graph, where the next best is three. Virtual GPUs do not reach each other.
+    Its buffers are allocated as on a GPU, and no rank sees another's."""
+    import torch
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from vllm.distributed.device_communicators import custom_all_reduce
+    from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+    own = custom_all_reduce.CustomAllreduce
+    platform = type(custom_all_reduce.current_platform)
+    initialize = own.__init__
+
+    def yes(*_: Any) -> bool:
+        return True
+
+    def initialize_reached(*args: Any, **options: Any) -> None:
+        here = torch.cuda.current_device()
+        if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, here):
+            initialize(*args, **options)
+            return
+        with (
+            mock.patch.object(custom_all_reduce, "_can_p2p", yes),
+            mock.patch.object(platform, "is_fully_connected", yes),
+        ):
+            initialize(*args, **options)
+
+    def create_shared_buffer(size: int, group: Any, **_: Any) -> list[int]:
+        place = CudaRTLibrary().cudaMalloc(size).value
+        return [place] * torch.distributed.get_world_size(group)
+
+    own.__init__ = initialize_reached
+    own.create_shared_buffer = staticmethod(create_shared_buffer)
+    own.register_graph_buffers = lambda _: None
 
 
 class Silent:
