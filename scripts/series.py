@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -149,7 +150,8 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
         Problem: the patch is not from ``source``, or ``tree`` cannot be used.
     """
     content = patch.read_bytes()
-    wanted = set(re.findall(rb"^index ([0-9a-f]{40})\.\.", content, re.M)) - {b"0" * 40}
+    blobs = re.findall(rb"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})", content, re.M)
+    wanted = {blob for both in blobs for blob in both} - {b"0" * 40}
     packed = subprocess.run(
         ["git", "-C", str(source), "pack-objects", "--stdout", "-q"],
         input=b"\n".join(sorted(wanted)),
@@ -189,7 +191,35 @@ def transplant(source: Path, tree: Path, patch: Path) -> Outcome:
     changed = git(tree, "diff", "--name-only", "--no-renames", "HEAD~", "HEAD")
     already = tuple(sorted(set(files) - set(changed.splitlines())))
     merged = "Falling back to patching base" in done.stdout
+    if not merged:
+        merged = put_where_a_merge_does(tree, content)
     return Outcome("merged" if merged else "applies", already)
+
+
+def put_where_a_merge_does(tree: Path, patch: bytes) -> bool:
+    """Amend a patch that applied to ``tree``'s HEAD; returns whether it differed.
+
+    git puts a hunk where its context is found, if only in another function. A merge
+    with the file that the patch was made from knows which lines are the same.
+    """
+    text = patch.decode(errors="replace")
+    header = r"^diff --git a/(\S+) .*\n(?:.+\n)??index (\w+)\.\.(\w+)"
+    for name, *blobs in re.findall(header, text, re.M):
+        if {"0" * 40} & set(blobs):
+            continue  # a file that is new, or gone
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, side) for side in ("ours", "base", "theirs")]
+            sides = (f"HEAD~:{name}", *blobs)
+            for file, side in zip(files, sides, strict=True):
+                file.write_text(git(tree, "show", side), errors="surrogateescape")
+            done = run_git(tree, "merge-file", "-p", *map(str, files))
+        if not done.returncode and done.stdout != git(tree, "show", f"HEAD:{name}"):
+            (tree / name).write_text(done.stdout, errors="surrogateescape")
+            git(tree, "add", name)
+    if not run_git(tree, "diff", "--cached", "--quiet").returncode:
+        return False
+    git(tree, "commit", "-q", "--amend", "--no-edit")
+    return True
 
 
 def conflict_report(tree: Path, patch: Path, outcome: Outcome, again: str) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from scripts.series import FORMAT_PATCH, Outcome, git, transplant
 from tests.tools.project import PLAN, Project, new_project
 
 
@@ -170,3 +171,35 @@ def test_unknown_release_is_refused(series: Project) -> None:
 def test_release_that_is_there(series: Project) -> None:
     error = series.fails("rebase", "--to", "1.2.3")
     assert "v1.2.3 is there already" in error
+
+
+def test_hunk_goes_into_its_own_function(tmp_path: Path) -> None:
+    """Though its context is found in another one alone, which the release changed."""
+
+    def function(name: str, *lines: str) -> str:
+        return f"def {name}():\n" + "".join(f"    {line}\n" for line in lines) + "\n\n"
+
+    lines = ["a", "b", "c", "d", "e", "f"]
+    old, new = ["a", "B", "c", "d", "e", "f"], ["a", "b", "c", "d", "new", "e", "f"]
+    trees = {name: tmp_path / name for name in ("source", "other")}
+    begun = function("first", "g") + function("second", *lines)
+    for name, text in (
+        ("source", begun),
+        ("other", function("first", *lines) + function("second", *old)),
+    ):
+        trees[name].mkdir()
+        git(trees[name], "init", "-q")
+        (trees[name] / "plan.py").write_text(text)
+        git(trees[name], "add", ".")
+        git(trees[name], "commit", "-q", "-m", "release")
+    source, other = trees["source"], trees["other"]
+    (source / "plan.py").write_text(function("first", "g") + function("second", *new))
+    git(source, "commit", "-q", "-a", "-m", "[Core] New")
+    patch = tmp_path / "new.patch"
+    patch.write_text(git(source, *FORMAT_PATCH, "-1"))
+    assert transplant(source, other, patch) == Outcome("merged")
+    assert (other / "plan.py").read_text() == function("first", *lines) + function(
+        "second", "a", "B", "c", "d", "new", "e", "f"
+    )
+    assert git(other, "show", "-s", "--format=%s") == "[Core] New\n"
+    assert not git(other, "status", "--porcelain")
