@@ -428,7 +428,9 @@ def serve(llm: Any) -> str:
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
-    longest = config.model_config.max_model_len - outputs
+    # With hooks.toml, each step of a prompt counts as a token.
+    steps = config.model_config.max_model_len // tokens
+    longest = config.model_config.max_model_len - outputs - steps
     if longest > tokens and config.model_config.runner_type == "generate":
         batches.append([{"prompt_token_ids": [7] * longest}])
     if config.cache_config.enable_prefix_caching and config.model_config.use_mla:
@@ -450,9 +452,8 @@ def serve(llm: Any) -> str:
             if config.model_config.runner_type == "pooling":
                 llm.embed(prompts, use_tqdm=False)
                 continue
-            # With hooks.toml, each step of a prompt counts as a token.
-            steps = len(prompts[-1]["prompt_token_ids"]) // tokens
-            parameters.max_tokens = outputs + steps
+            goes_on = len(prompts[-1]["prompt_token_ids"]) > tokens
+            parameters.max_tokens = outputs + steps * goes_on
             llm.generate(prompts, parameters, use_tqdm=False)
     except RuntimeError as error:
         if not device.is_out_of_memory(error):
