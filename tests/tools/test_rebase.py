@@ -9,6 +9,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from scripts.series import FORMAT_PATCH, Outcome, git, transplant
 from tests.tools.project import PLAN, Project, new_project
 
@@ -173,33 +175,45 @@ def test_release_that_is_there(series: Project) -> None:
     assert "v1.2.3 is there already" in error
 
 
-def test_hunk_goes_into_its_own_function(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("second", "kind", "merged"),
+    [
+        ("a B c d e f", "merged", "a B c d new e f"),
+        ("a b c d new e f", "taken", "a b c d new e f"),
+        ("a b c D e f", "applies", "a b c D e f"),  # and is named
+    ],
+)
+def test_hunk_goes_into_its_own_function(
+    second: str, kind: str, merged: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Though its context is found in another one alone, which the release changed."""
 
-    def function(name: str, *lines: str) -> str:
-        return f"def {name}():\n" + "".join(f"    {line}\n" for line in lines) + "\n\n"
+    def content(first: str, second: str) -> str:
+        return "".join(
+            f"def {name}():\n" + "".join(f"    {x}\n" for x in lines.split()) + "\n\n"
+            for name, lines in (("first", first), ("second", second))
+        )
 
-    lines = ["a", "b", "c", "d", "e", "f"]
-    old, new = ["a", "B", "c", "d", "e", "f"], ["a", "b", "c", "d", "new", "e", "f"]
-    trees = {name: tmp_path / name for name in ("source", "other")}
-    begun = function("first", "g") + function("second", *lines)
-    for name, text in (
-        ("source", begun),
-        ("other", function("first", *lines) + function("second", *old)),
+    source, other = tmp_path / "source", tmp_path / "other"
+    lines = "a b c d e f"
+    for tree, text in (
+        (source, content("g", lines)),
+        (other, content(lines, second)),
     ):
-        trees[name].mkdir()
-        git(trees[name], "init", "-q")
-        (trees[name] / "plan.py").write_text(text)
-        git(trees[name], "add", ".")
-        git(trees[name], "commit", "-q", "-m", "release")
-    source, other = trees["source"], trees["other"]
-    (source / "plan.py").write_text(function("first", "g") + function("second", *new))
+        tree.mkdir()
+        git(tree, "init", "-q")
+        (tree / "plan.py").write_text(text)
+        git(tree, "add", ".")
+        git(tree, "commit", "-q", "-m", "release")
+    (source / "plan.py").write_text(content("g", "a b c d new e f"))
     git(source, "commit", "-q", "-a", "-m", "[Core] New")
     patch = tmp_path / "new.patch"
     patch.write_text(git(source, *FORMAT_PATCH, "-1"))
-    assert transplant(source, other, patch) == Outcome("merged")
-    assert (other / "plan.py").read_text() == function("first", *lines) + function(
-        "second", "a", "B", "c", "d", "new", "e", "f"
-    )
-    assert git(other, "show", "-s", "--format=%s") == "[Core] New\n"
+    assert transplant(source, other, patch) == Outcome(kind)
+    named = "plan.py: applied where its context is" in capsys.readouterr().out
+    assert named == (kind == "applies")
+    first = "a b c d new e f" if named else lines
+    assert (other / "plan.py").read_text() == content(first, merged)
+    title = git(other, "show", "-s", "--format=%s")
+    assert title == ("release\n" if kind == "taken" else "[Core] New\n")
     assert not git(other, "status", "--porcelain")
