@@ -3,6 +3,7 @@
 `spawn_new_process_for_each_test` (tests/utils.py) runs a script in a new interpreter,
 which imports PyTorch, vLLM and the tests: all but a second of such a test. Here that
 script runs in a fork of a process that has collected the tests, and never calls CUDA.
+And vLLM inspects a model's class in the test's process, not in another new one.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def become(script: str, given: bytes, environment: dict[str, str]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     frozen.freeze()
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
     utils, torch = map(sys.modules.get, ("tests.utils", "torch"))
     # A process that has called CUDA cannot be forked.
     if utils and torch and not torch.cuda.is_initialized():

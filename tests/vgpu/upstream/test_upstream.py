@@ -46,11 +46,13 @@ def test_tests_of_vllm_have_expected_outcomes(
     skipped = [f"--deselect={file}::{name}" for name in EXPECTED["needs_network"]]
     out, error = tmp_path / "out", tmp_path / "error"
     environment = harness.environment_of(vllm, tmp_path / "caches")
+    # vLLM sets it where it is imported: looking for a GPU does not initialize CUDA.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     harness.server(vllm).run(
         config.load(memory="16GiB"),
         ["-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "-o", "pythonpath=tests/vllm_test_utils", f"--junitxml={report}",
-         *skipped, file],
+         "-p", "scripts.forked_tests", "-o", "pythonpath=tests/vllm_test_utils",
+         f"--junitxml={report}", *skipped, file],
         folder=tmp_path,
         environment=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         out=out,
