@@ -38,6 +38,9 @@ from scripts.release import Base
 from scripts.series import BASE_REF, apply, commits, git, run_git, touched_lines
 from scripts.topics import also_needed, stack, with_needs
 
+# Patches whose tests wait behind those of one that takes long: each has a tree.
+AHEAD = 8
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tests", action="store_true", help="lint only")
@@ -100,15 +103,17 @@ def main(args: argparse.Namespace) -> None:
                     quick = args.first_failure and not args.patches
                     finish = own_tests(base, tree, touched, place, pool, quick)
             waiting.append((patch.name, faults, finish))
-            while len(waiting) > JOBS:
+            while len(waiting) > AHEAD:
                 tell_first()
+        whole = not args.patches and not alone
+        finish = no_tests
+        if whole and not args.no_tests:
+            finish = series_tests(base, tree, folder / "series", pool)
         while waiting:
             tell_first()
-        if not args.patches and not alone:
+        if whole:
             files = sorted(touched_lines(tree, BASE_REF))
-            faults = upstream_hooks.run(tree, files, hooks, slow=True)
-            if not args.no_tests:
-                faults += series_tests(base, tree, folder / "series", pool)
+            faults = upstream_hooks.run(tree, files, hooks, slow=True) + finish()
             print(*(["the series:", *faults] if faults else []), sep="\n  ")
             failed += ["the series"] if faults else []
     if failed:

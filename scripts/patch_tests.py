@@ -180,23 +180,33 @@ def own_tests(
     return finish
 
 
-def series_tests(base: Base, tree: Path, folder: Path, pool: Testers) -> list[str]:
-    """Run all tests that the series touches, with all of it: no topic breaks those of
-    another."""
+def series_tests(base: Base, tree: Path, folder: Path, pool: Testers) -> Finish:
+    """Begin to run all tests that the series touches, with all of it: no topic breaks
+    those of another.
+
+    Returns a function that waits for them and returns the faults.
+    """
     prepare(tree, folder / "run")
     site = overlay(base, tree, folder / "site")
-    parts: dict[tuple[Path, int], list[str]] = {}
-    for number, test in enumerate(tests_in(tree, touched_lines(tree, BASE_REF))):
-        folder_of = Path(test.partition("::")[0]).parent
-        parts.setdefault((folder_of, number % 2), []).append(test)
-    # Processes for each directory, as upstream's jobs have, of every other test: the
-    # largest would take longer than all the others. It comes first.
+    parts: dict[Path, list[str]] = {}
+    for test in tests_in(tree, touched_lines(tree, BASE_REF)):
+        parts.setdefault(Path(test.partition("::")[0]).parent, []).append(test)
+    # A process for each directory, as upstream's jobs have, two for the largest. First
+    # those of kernels, which Triton's interpreter computes: one test takes minutes.
+    largest, *others = sorted(parts.values(), key=len, reverse=True)
+    each = [part for part in (largest[::2], largest[1::2], *others) if part]
+    each.sort(key=lambda part: "/kernels/" not in part[0])
     ran = [
         pool.run(site, part, folder / "run", folder / f"part {number}")
-        for number, part in enumerate(sorted(parts.values(), key=len, reverse=True))
+        for number, part in enumerate(each)
     ]
-    results = {test: outcome for r in ran for test, outcome in r.result().items()}
-    return [f"with the whole series, {fault}" for fault in unexpected(base, results)]
+
+    def finish() -> list[str]:
+        results = {test: outcome for r in ran for test, outcome in r.result().items()}
+        faults = unexpected(base, results)
+        return [f"with the whole series, {fault}" for fault in faults]
+
+    return finish
 
 
 def prepare(tree: Path, folder: Path) -> None:
