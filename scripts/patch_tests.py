@@ -193,7 +193,7 @@ def series_tests(base: Base, tree: Path, folder: Path, pool: Testers) -> Finish:
         parts.setdefault(Path(test.partition("::")[0]).parent, []).append(test)
     # A process for each directory, as upstream's jobs have, two for the largest. First
     # those of kernels, which Triton's interpreter computes: one test takes minutes.
-    largest, *others = sorted(parts.values(), key=len, reverse=True)
+    largest, *others = sorted(parts.values(), key=len, reverse=True) or [[]]
     each = [part for part in (largest[::2], largest[1::2], *others) if part]
     each.sort(key=lambda part: "/kernels/" not in part[0])
     ran = [

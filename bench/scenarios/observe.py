@@ -175,8 +175,8 @@ def time_details() -> dict[str, list[float]]:
 
 
 def time_benchmarks() -> list[float]:
-    """Processor time of Triton's autotuning, while it runs. Each kernel is repeated for
-    a fixed time, so this part of a start's time is left out."""
+    """Processor time of Triton's autotuning, while it runs. It measures kernels that do
+    nothing here, so this part of a start's time is left out."""
     from triton.runtime.autotuner import Autotuner
 
     seconds = [0.0]
