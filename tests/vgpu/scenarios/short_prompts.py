@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 from bench.scenarios.result import print_result
@@ -21,7 +22,6 @@ def main() -> None:
 
     llm = start.engine(asked := json.loads(sys.argv[1]), {})
     from vllm import SamplingParams
-    from vllm.model_executor.layers.mamba import abstract
     from vllm.v1.attention.backends import mamba2_attn
 
     from vgpu import control
@@ -44,8 +44,10 @@ def main() -> None:
     llm.generate(prompts, one, use_tqdm=False)
     kernels = control.kernels() - before
     told = {"kernels": kernels, "prompts": len(prompts), "groups": groups}
-    if room := getattr(abstract, "get_prefill_room", None):
-        told["room"], _ = room(llm.llm_engine.vllm_config)
+    with suppress(ImportError):  # stock vLLM has none
+        from vllm.model_executor.layers.mamba.prefill_profile import get_prefill_room
+
+        told["room"], _ = get_prefill_room(llm.llm_engine.vllm_config)
     print_result(told)
 
 
