@@ -91,7 +91,7 @@ envelope: wheel  ## the patched vLLM unpacked, for tests and benches
 test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
 	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
 
-test-all: vgpu envelope overlay ray check-quick  ## all tests; more than an hour
+test-all: vgpu envelope overlay ray check-quick  ## all tests; about 50 minutes on two cores
 	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
 	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all older@$(OLDER)
 
