@@ -1,7 +1,6 @@
 # The commands people type; each calls one script. `make help` lists them.
 PYTHON ?= python3
 BASE ?= 0.33.0
-OLDER := 0.26.0
 ARCH ?= $(shell uname -m)
 WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
@@ -9,10 +8,8 @@ DEVICE_ENV := $(if $(TORCH),.venv-torch-$(TORCH),$(ENV))
 RUN = .venv/bin/python -m $(1) --base $(BASE)
 # What ships, of all topics, of a set or those asked for.
 SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "$(SET)")
-# They try the newest series.
-TOOLS := $(if $(filter $(OLDER),$(BASE)),,tools)
 
-.PHONY: wheel overlay image source export rebase drift backport compare pr alone api topics-page check check-quick verify vgpu ray \
+.PHONY: wheel overlay image source export rebase drift pr alone api topics-page check check-quick verify vgpu ray \
   envelope device torch-tests test test-all test-long topics lint bench bench-load \
   bench-start bench-start-time bench-extensible bench-stock bench-first-start bench-rank-fails \
   bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan bench-peers kv-table slice plan gpu calibrate bundle results-page findings \
@@ -43,13 +40,6 @@ rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
 
 drift: source  ## TO=: conflicts of the whole series with another release
 	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
-
-backport: .venv/ready  ## TO=: fixup commits in vllm/, to the source of another release
-	@$(call RUN,scripts.backport) --to $(or $(TO),$(error TO=<vLLM release> is needed))
-
-compare: .venv/ready  ## BASE=: which topics of an older release differ, and why
-	@.venv/bin/python -m scripts.compare \
-	  --base $(if $(filter file,$(origin BASE)),$(OLDER),$(BASE))
 
 pr: .venv/ready  ## TOPIC= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
 	@$(call RUN,scripts.source)
@@ -89,11 +79,10 @@ envelope: wheel  ## the patched vLLM unpacked, for tests and benches
 	@$(call SHIP,scripts.unpack)
 
 test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
-	@$(call RUN,scripts.run_tests) $(TOOLS) vgpu
+	@$(call RUN,scripts.run_tests) tools vgpu
 
 test-all: vgpu envelope overlay ray check-quick  ## all tests; about 50 minutes on two cores
-	@$(MAKE) -s vgpu envelope BASE=$(OLDER)
-	@$(call RUN,scripts.run_tests) $(TOOLS) gpu vgpu-all older@$(OLDER)
+	@$(call RUN,scripts.run_tests) tools gpu vgpu-all
 
 device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
 	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))

@@ -18,8 +18,6 @@ from typing import Any
 
 from bench import kv_table, published_runs
 from scripts.commands import Problem, command, write_whole
-from scripts.compare import releases
-from scripts.release import Base
 
 MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
 MIB, GIB = 1 << 20, 1 << 30
@@ -427,12 +425,6 @@ def limit_calls(root: Path) -> str:
     return f"{span(more, '.0f')} %"
 
 
-def older_patches(root: Path) -> str:
-    """Patches of the older release, of those of the newest."""
-    newest, older = (len(Base.load(root, v).patches()) for v in releases(root)[:2])
-    return f"{older} of the {newest} patches"
-
-
 def gpu_prediction(root: Path) -> str:
     paths = sorted((root / "results").glob("calibration-*.json"))
     starts = [
@@ -494,7 +486,6 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "added-runs": published_runs.added,
     "limit-per-step": limit_per_step,
     "limit-calls": limit_calls,
-    "older-patches": older_patches,
 }
 
 

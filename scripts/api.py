@@ -1,6 +1,6 @@
 """Which names of the release the series removes or changes, and why.
 
-    make api [BASE=0.26.0]
+    make api
 
 Libraries derive from vLLM's classes, replace its functions and search its log. So each
 name of a file that the series changes is compared: functions and methods with their

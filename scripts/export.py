@@ -7,9 +7,8 @@ import os
 
 from scripts import topics, topics_page
 from scripts.commands import Problem, command, locked, scratch
-from scripts.compare import releases
 from scripts.headers import patch_files
-from scripts.release import Base
+from scripts.release import Base, releases
 from scripts.series import APPLIED_REF, BASE_REF, NAMES_REF, git, made
 
 

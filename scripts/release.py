@@ -53,10 +53,6 @@ class Base:
     wheels: dict[str, Artifact]
     extensions: tuple[Extension, ...]
     tree: Path
-    absent: dict[str, str]
-    """Why this release lacks a topic of the newest release, by patch file."""
-    differs: dict[str, str]
-    """Why a topic's patch changes other lines than the newest release's."""
     topics: tuple[str, ...] = ()
     """The chosen patches of the series, without ".patch"; empty for all."""
     set: str = ""
@@ -95,8 +91,6 @@ class Base:
                     for member, e in data.get("extension", {}).items()
                 ),
                 tree=root / data.get("tree", "vllm"),
-                absent=data.get("absent", {}),
-                differs=data.get("differs", {}),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise Problem(f"{path} is not a valid base: {error!r}") from error
@@ -156,6 +150,12 @@ class Base:
         kind = "t" if self.topics and not self.set else "g"
         count = len(self.patches())
         return f"{self.version}+envelope.{name}{count}.{kind}{self.digest()[:8]}"
+
+
+def releases(root: Path) -> list[str]:
+    """The supported releases, the newest first."""
+    found = [p.parent.name[1:] for p in root.glob("patches/v*/base.toml")]
+    return sorted(found, key=lambda name: [*map(int, name.split("."))], reverse=True)
 
 
 def sha256(path: Path) -> str:

@@ -21,17 +21,13 @@ from scripts.release import Base
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of a folder, in the environment of the tools or of vLLM; those `also` named
-    come first."""
+    """Tests of a folder, in the environment of the tools or of vLLM."""
 
     folder: str
     marked: str = ""
     tools: bool = False
-    also: tuple[str, ...] = ()
 
 
-STARTS = "tests/vgpu/engine/test_start_within_budget.py"
-LIBRARIES = "tests/vgpu/engine/test_derived.py"
 SUITES = {
     "tools": Suite("tests/tools", tools=True),
     "gpu": Suite("tests/gpu", tools=True),
@@ -40,16 +36,6 @@ SUITES = {
     "vgpu-long": Suite("tests/vgpu", "long"),
     "topics": Suite("tests/vgpu/engine", "topic"),
     "device": Suite("tests/vgpu/device"),
-    # And of the topics: an older release starts within its budget, ours and not, and
-    # libraries that build on it keep working.
-    "older": Suite(
-        "tests/vgpu/device",
-        also=(
-            f"{STARTS}::test_patched_keeps_its_word[v1]",
-            f"{STARTS}::test_stock_takes_more_than_requested[v1]",
-            f"{LIBRARIES}::test_each_way_is_as_with_the_release",
-        ),
-    ),
 }
 
 
@@ -94,7 +80,7 @@ def run(root: Path, environment: str, suite: Suite, report: Path) -> Counter[str
     done = subprocess.run(
         [root / environment / "bin/python", "-m", "pytest", "-v", "-n", "2",
          "--dist", "worksteal", "-o", "console_output_style=count", "--durations=25",
-         "-m", suite.marked, f"--junitxml={report}", *suite.also, suite.folder],
+         "-m", suite.marked, f"--junitxml={report}", suite.folder],
         cwd=root,
     )  # fmt: skip
     counts = Counter[str]()

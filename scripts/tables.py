@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from scripts.commands import Problem, command
-from scripts.compare import releases
+from scripts.release import releases
 from scripts.series import git
 
 RECORDED = re.compile(r"[Rr]ecorded\s+at\s+commit\s+`(\w+)(-dirty)?`")

@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, write_whole
-from scripts.compare import releases
-from scripts.release import Base
+from scripts.release import Base, releases
 from scripts.topics import (
     FILE,
     THREAD,
@@ -60,7 +59,7 @@ def page(root: Path, text: str) -> str:
         Problem: a section has no table, or the series another topic than the file.
     """
     topics, known = load(root), threads(root)
-    newest, *older = releases(root)
+    newest = releases(root)[0]
     series = [patch.stem for patch in Base.load(root, newest).patches()]
     if list(topics) != series:
         differ = sorted(set(topics) ^ set(series)) or ["the order"]
@@ -71,7 +70,7 @@ def page(root: Path, text: str) -> str:
                         known, newest)
         for name in sections
     }  # fmt: skip
-    tables[NEEDS] = needs(root, topics, known, [newest, *older])
+    tables[NEEDS] = needs(root, topics, known)
     tables[SETS] = table_of_sets(root)
     tables[ORDER] = [
         f"{n}. {name}" for n, name in enumerate(upstream(root).order, start=1)
@@ -154,14 +153,10 @@ def described(topics: list[Topic], known: dict[str, Thread], release: str) -> li
     return lines
 
 
-def needs(
-    root: Path, topics: dict[str, Topic], known: dict[str, Thread], versions: list[str]
-) -> list[str]:
-    stems = {v: {p.stem for p in Base.load(root, v).patches()} for v in versions}
+def needs(root: Path, topics: dict[str, Topic], known: dict[str, Thread]) -> list[str]:
     lines = [
-        "| patch | needs | cures with | adjacent | patches in all | releases "
-        "| dropped when |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| patch | needs | cures with | adjacent | patches in all | dropped when |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, topic in topics.items():
         wanted, cure = (
@@ -174,7 +169,6 @@ def needs(
             cure,
             ", ".join(topic.beside),
             str(len(with_needs(root, list(topics), [name]))),
-            ", ".join(v for v in versions if name in stems[v]),
             linked(topic.told["drop_when"], known),
         )
         lines.append("|" + "|".join(f" {c} " if c else " " for c in cells) + "|")

@@ -52,8 +52,7 @@ def _watch_worker(module: Any) -> None:
 
 
 def _watch_dummy_context(module: Any) -> None:
-    if hasattr(module, "set_dummy_context"):  # not in 0.26.0
-        wrap(module, "set_dummy_context", _checked(_of_dummy_context))
+    wrap(module, "set_dummy_context", _checked(_of_dummy_context))
 
 
 def _of_all_groups(

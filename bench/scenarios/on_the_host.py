@@ -118,8 +118,7 @@ def warm_up_few_batches() -> None:
         return
     from vllm.model_executor.warmup import kernel_warmup
 
-    if hasattr(kernel_warmup, "_LL_BF16_WARMUP_M_RANGE"):  # 0.26.0 has none
-        kernel_warmup._LL_BF16_WARMUP_M_RANGE = (1, 2, 4)
+    kernel_warmup._LL_BF16_WARMUP_M_RANGE = (1, 2, 4)
 
 
 def count_unique_on_host() -> None:

@@ -386,7 +386,7 @@ def memory(worker: Any) -> dict[str, int]:
 
 def set_aside(worker: Any) -> int | None:
     """For fragmentation, in bytes; None: by the official release, which does not."""
-    told = getattr(worker, "startup_memory", worker)  # 0.26.0 has none
+    told = getattr(worker, "startup_memory", None)
     return getattr(told, "fragmentation_buffer", None)
 
 

@@ -38,11 +38,11 @@ def test_error_is_predicted_minus_published() -> None:
 def test_another_release_or_config_is_marked_and_not_held_against_the_goals() -> None:
     rows = [
         row(),
-        row("0.26.0", id="newer", kv_tokens=500),
+        row("0.24.0", id="newer", kv_tokens=500),
         row(id="stand-in", config_exact=False, kv_tokens=2000),
     ]
     page = published_runs.page(rows)
-    assert "| newer | 0.26.0 for 0.19.0 | 11.00 / " in page
+    assert "| newer | 0.24.0 for 0.19.0 | 11.00 / " in page
     assert "| stand-in (config not exact) | 0.19.0 |" in page
     exact = "| config exact, same release | KV tokens | 1 | 1.00 % | 1.00 % |"
     assert exact in page
@@ -76,9 +76,9 @@ def test_left_out_and_refused_are_said() -> None:
 @pytest.mark.parametrize(
     ("wanted", "known", "found"),
     [
-        ("0.19.0", ["0.33.0", "0.26.0"], "0.26.0"),
-        ("0.27.1", ["0.33.0", "0.27.0", "0.26.0"], "0.27.0"),
-        ("0.31.0", ["0.33.0", "0.26.0"], "0.33.0"),
+        ("0.19.0", ["0.33.0", "0.24.0"], "0.24.0"),
+        ("0.27.1", ["0.33.0", "0.27.0", "0.24.0"], "0.27.0"),
+        ("0.31.0", ["0.33.0", "0.24.0"], "0.33.0"),
     ],
 )
 def test_nearest_release(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scripts.compare import releases
-from scripts.release import Base
+from scripts.release import Base, releases
 from tests.tools.project import ROOT
 
 NEWEST = Base.load(ROOT, releases(ROOT)[0])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from scripts.compare import releases
-from scripts.release import Base
+from scripts.release import Base, releases
 from scripts.topics import (
     FILE,
     THREAD,

@@ -435,13 +435,9 @@ def replays() -> None:
 
     from vgpu import control
 
-    # 2.11 does not count graphs, and takes a block next to them as it captures.
-    older = torch.__version__ < "2.14"
-    beside = 0
-
     def used() -> int:
-        assert older or control.used() == torch.cuda.memory_reserved()
-        return control.used() - beside
+        assert control.used() == torch.cuda.memory_reserved()
+        return control.used()
 
     x = torch.zeros(MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -457,9 +453,6 @@ def replays() -> None:
             del c
         torch.cuda.current_stream().wait_stream(side)
         del b
-    if older:
-        beside = used() - 4 * MIB
-        assert beside <= 4 * MIB
     assert used() == 4 * MIB
     for _ in range(2):  # the result is not freed between them
         graph.replay()

@@ -30,9 +30,8 @@ _servers: dict[str, Server] = {}
 # Without FlashInfer, which asks the device when it is imported.
 # Nor compressed_tensors, which a load imports with the device as the default: a table
 # of its own then lies there.
-IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", "scripts.shared_triton_cache")
-if BASE != "0.26.0":  # whose CUTLASS asks the device when it is imported
-    IMPORTS += ("cutlass",)
+TRITON = "scripts.shared_triton_cache"
+IMPORTS = ("-flashinfer", *IMPORTED, "tilelang", TRITON, "cutlass")
 
 
 def run(

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 from tests.vgpu.scenarios.connectors import FEW, WAYS
 
 MIB = 2**20
 
-pytestmark = [
-    pytest.mark.topic,
-    pytest.mark.skipif(BASE == "0.26.0", reason="it has other connectors"),
-]
+pytestmark = pytest.mark.topic
 
 
 @pytest.mark.timeout(3000)

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 from tests.vgpu.scenarios import packages
 from tests.vgpu.scenarios.derived import WAYS
 
 pytestmark = pytest.mark.topic
 # Has a test of its own.
 ALONE = {"hooks_append"}
-# The patches for 0.26.0 leave the executor as it is.
-EXECUTOR = {"own_loop_of_requests", "process_made_by_others"}
-SKIPPED = ALONE | (EXECUTOR if BASE == "0.26.0" else set())
 
 
 def tried(way: str, folder: Path, scenario: str = "derived") -> list[dict[str, Any]]:
@@ -34,13 +31,12 @@ def tried(way: str, folder: Path, scenario: str = "derived") -> list[dict[str, A
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize("way", [w for w in WAYS if w not in SKIPPED])
+@pytest.mark.parametrize("way", [w for w in WAYS if w not in ALONE])
 def test_each_way_is_as_with_the_release(way: str, tmp_path: Path) -> None:
     compare(*tried(way, tmp_path))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(BASE == "0.26.0", reason="the packages are made for the newest")
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("way", list(packages.WAYS))
 def test_each_package_is_as_with_the_release(way: str, tmp_path: Path) -> None:
@@ -56,7 +52,6 @@ def compare(stock: dict[str, Any], patched: dict[str, Any]) -> None:
     assert blocks >= stock_blocks * 7 // 8
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="no pass runs again there")
 @pytest.mark.timeout(1300)
 def test_hook_sees_each_pass_once(tmp_path: Path) -> None:
     """Without hooks the pass would run again. With them it fails, as the release's."""

@@ -13,17 +13,13 @@ import pytest
 
 from bench.scenarios.loads import CASES, LIMIT, environment
 from bench.scenarios.mixed_load import CALLS
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB = 2**20
 DEVICE = {"memory": "48GiB"}
 long, topic = pytest.mark.long, pytest.mark.topic
 # The fourth load is the worst of eight.
 SEED = 3
-# 0.26.0 serves without a split limit, for which the default is no bound.
-ENOUGH: dict[str, Any] = (
-    {"llm": {"fragmentation_buffer_bytes": 518 * MIB}} if BASE == "0.26.0" else {}
-)
 MIXED = "8B"
 # A step's calls of the device come after the tokens that it computed.
 MAP, UNMAP = (1 + list(CALLS).index(call) for call in ("map", "unmap"))
@@ -48,7 +44,7 @@ def test_stock_fails_by_fragmentation(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name], "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"
     # It holds more than it counts, which may come to that.
-    assert load["spare"] > 0 or BASE == "0.26.0" or name != MIXED
+    assert load["spare"] > 0 or name != MIXED
 
 
 @pytest.mark.parametrize(
@@ -60,15 +56,12 @@ def test_stock_fails_by_fragmentation(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_patched_serves(name: str, tmp_path: Path) -> None:
-    if BASE == "0.26.0" and name != MIXED:
-        pytest.skip("only the mixed load is carried over")
-    result = serve(CASES[name] | ENOUGH, "envelope", tmp_path)
+    result = serve(CASES[name], "envelope", tmp_path)
     (load,) = result["runs"]
     assert load["outcome"] == "served", load
-    assert result["set_aside"] <= 128 * MIB or ENOUGH
+    assert result["set_aside"] <= 128 * MIB
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
 def test_fewer_tokens_at_once_map_fewer_pages(name: str, tmp_path: Path) -> None:
     """In a limit in bytes, where the KV cache has all that activations leave."""
@@ -83,7 +76,6 @@ def test_fewer_tokens_at_once_map_fewer_pages(name: str, tmp_path: Path) -> None
 
 @long
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(BASE == "0.26.0", reason="its default is no bound")
 @pytest.mark.parametrize("name", [n for n in CASES if not environment(n)])
 def test_two_thousand_steps_are_served(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name] | {"steps": 2000}, "envelope", tmp_path)["runs"]
@@ -91,7 +83,6 @@ def test_two_thousand_steps_are_served(name: str, tmp_path: Path) -> None:
     assert load["steps"] >= 2000
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
 def test_serving_keeps_within_a_limit_in_bytes(name: str, tmp_path: Path) -> None:
     """The device has memory left. Without a limit PyTorch would take some of it."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.scenarios.loads import NGRAM
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB, GIB = 2**20, 2**30
 DEVICE: dict[str, object] = {"memory": 8 * GIB}
@@ -227,21 +227,18 @@ def test_other_process_holds_memory_for_a_moment(v2: bool, tmp_path: Path) -> No
         when: case(v2, 0.4, moment=when, moment_holds=3200 * MIB)
         for when in ("loaded", "profiled")
     }
-    if BASE != "0.26.0":  # which takes it for a workspace, and off the estimate
-        cases["profiling"] = case(v2, 0.4, moment="profiling", moment_holds=2 * GIB)
-        for held in (GIB, -256 * MIB):
-            moment = {"moment": "torn down", "moment_holds": held}
-            cases[f"torn down, {held}"] = case(v2, 0.4, **GRAPHS, **moment)
+    cases["profiling"] = case(v2, 0.4, moment="profiling", moment_holds=2 * GIB)
+    for held in (GIB, -256 * MIB):
+        moment = {"moment": "torn down", "moment_holds": held}
+        cases[f"torn down, {held}"] = case(v2, 0.4, **GRAPHS, **moment)
     pairs = compared(cases, tmp_path, DEVICE | {"graph": 64 * MIB})
     found = {when: worse(ours, official) for when, (official, ours) in pairs.items()}
     assert not any(found.values()), found
-    if BASE != "0.26.0":
-        (_, still), (official, ours) = pairs["loaded"], pairs["profiling"]
-        assert official["kv"] < ours["kv"] - GIB, "upstream has fixed it"
-        assert abs(ours["kv"] - still["kv"]) <= 2 * MIB, (ours, still)
+    (_, still), (official, ours) = pairs["loaded"], pairs["profiling"]
+    assert official["kv"] < ours["kv"] - GIB, "upstream has fixed it"
+    assert abs(ours["kv"] - still["kv"]) <= 2 * MIB, (ours, still)
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it counts all of it")
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_other_process_that_nvml_hides_holds_memory_for_a_moment(
     v2: bool, tmp_path: Path
@@ -274,7 +271,6 @@ def test_other_process_that_nvml_hides_holds_memory_for_a_moment(
     assert not any(found.values()), found
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it has no extensible KV cache")
 @pytest.mark.parametrize("v2", [V1, V2])
 def test_other_process_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -> None:
     """It makes neither an extensible KV cache smaller nor a suggested one."""
@@ -291,8 +287,7 @@ def test_other_process_holds_memory_while_warming_up(v2: bool, tmp_path: Path) -
     assert results[0]["suggested"][0] == results[1]["suggested"][0], results
 
 
-# The V2 model runner of 0.26.0 profiles no graphs: the release does not start.
-@pytest.mark.parametrize("v2", [V1, V2] if BASE != "0.26.0" else [V1])
+@pytest.mark.parametrize("v2", [V1, V2])
 def test_other_process_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     """While graphs are profiled: the KV cache leaves it that memory."""
     takes = {"moved": GIB, "moved_at": "first_graph"}
@@ -304,7 +299,6 @@ def test_other_process_takes_memory_for_good(v2: bool, tmp_path: Path) -> None:
     assert 0 < max(ours["suggested"]) <= room, ours
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="it has no limit while serving")
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
 def test_other_process_holds_memory_as_serving_begins(
     vllm: str, tmp_path: Path
@@ -473,7 +467,6 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="its attention of MLA is not profiled")
 @pytest.mark.parametrize("v2", [pytest.param(False, id="v1", marks=long), V2])
 def test_attention_of_mla_is_profiled(v2: bool, tmp_path: Path) -> None:
     """The release does not count queries and outputs in the latent space, keys and

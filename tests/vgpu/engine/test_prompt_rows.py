@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB = 2**20
 CASE = {
@@ -19,7 +19,6 @@ CASE = {
 }
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="not carried over")
 @pytest.mark.parametrize(
     "vllm", [pytest.param("official", marks=pytest.mark.long), "envelope"]
 )

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import random_starts
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="the release lacks some drawn flags")
 @pytest.mark.parametrize(
     ("seed", "first", "count"),
     [(4, 0, 4), pytest.param(5, 0, 40, marks=pytest.mark.long)],

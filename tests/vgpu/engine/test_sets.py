@@ -31,7 +31,6 @@ from tests.vgpu.engine.harness import BASE, ROOT, run
 MIB = 2**20
 SETS = sets(ROOT)
 Row = Callable[[str, Path], None]
-pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="sets are of the newest one")
 
 
 def share(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, run
+from tests.vgpu.engine.harness import run
 from vgpu.config import signed_size
 
 CASES: dict[str, dict[str, Any]] = tomllib.loads(
@@ -52,7 +52,7 @@ def expected(name: str, vllm: str) -> dict[str, Any]:
     case = CASES[name]
     wanted = COMMON | case.get("both", {})
     if vllm == "official":
-        wanted |= case.get("official", {}) | case.get(f"official {BASE}", {})
+        wanted |= case.get("official", {})
     else:
         wanted |= case.get("ours", {})
     for key, value in wanted.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 CASE = {
     "model": "Mamba2",
@@ -19,7 +19,6 @@ CASE = {
 }
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="not carried over")
 @pytest.mark.parametrize("v2", [False, True])
 def test_short_prompts_of_mamba2_are_one_group(v2: bool, tmp_path: Path) -> None:
     """A group with copies has 16 sequences, of 1 MiB each."""
@@ -38,7 +37,6 @@ def test_short_prompts_of_mamba2_are_one_group(v2: bool, tmp_path: Path) -> None
     assert 0 < ours["kernels"] <= 1.2 * stock["kernels"]
 
 
-@pytest.mark.skipif(BASE == "0.26.0", reason="not carried over")
 def test_groups_grow_as_far_beside_an_explicit_kv_cache(tmp_path: Path) -> None:
     """The logits of 1,024 sequences take more than a prefill."""
     many = CASE["llm"] | {"max_num_seqs": 1024, "max_num_batched_tokens": 1024}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, run
+from tests.vgpu.engine.harness import run
 
 SEGMENT = 2 << 20
 # The outcome of stock vLLM where the patched build loads.
@@ -23,14 +23,6 @@ CASES = {
     "dense": "loaded",
 }
 SMALL = {"memory": "96MiB"}
-OLDER = BASE == "0.26.0"
-
-
-def newer(why: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(OLDER, reason=why)
-
-
-NOT_CARRIED_OVER = newer("0.26.0 has only what loading in the pool takes")
 
 
 def cases(of_every_run: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -90,7 +82,6 @@ def test_patched_loads_in_five_percent_more_than_tensors_hold(
     assert result["reserved"] == result["after"]
 
 
-@newer("PyTorch 2.11 ends the process at the first pool that is dropped in use")
 def test_stock_allocator_disagrees_with_the_driver(tmp_path: Path) -> None:
     case = {"sequences": 50, "shrink": False}
     result = run("allocator", case, vllm="official", device=SMALL, folder=tmp_path)
@@ -111,7 +102,6 @@ def test_patched_allocator_agrees_with_the_driver(
     assert result["steps"] > 10 * sequences
 
 
-@NOT_CARRIED_OVER
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("level", "v2"),
@@ -140,7 +130,6 @@ def test_updating_weights_ends_where_it_began(
     assert result["reloaded"]
 
 
-@newer("PyTorch 2.11 takes nothing back of a pool in use; modules are swept")
 def test_idle_memory_of_a_pool_in_use_is_reclaimed(tmp_path: Path) -> None:
     """The table of docs/sleep-mode-memory.md."""
     device = {"memory": "3000MiB"}
@@ -167,12 +156,8 @@ def test_no_program_fails_that_lives_in_a_plain_pool(
     result = run(
         "programs", case, vllm="envelope", device=device, folder=tmp_path, timeout=500
     )
-    if OLDER:  # its rule saves 18 to 20 of 10,000
-        assert result["killed"] == 0
-        assert result["saved"] >= programs // 1000
-    else:
-        assert result["killed"] <= programs // 1000
-        assert result["saved"] > 40 * result["killed"]
+    assert result["killed"] <= programs // 1000
+    assert result["saved"] > 40 * result["killed"]
     for kill in result["kills"]:
         # The cost of PyTorch's own reclaiming, also without sleep mode.
         assert not kill["lives without a pool"]
@@ -204,7 +189,6 @@ def test_two_threads_free(rounds: int, tmp_path: Path) -> None:
     assert result["records"] == 0
 
 
-@NOT_CARRIED_OVER
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])
 def test_host_memory_of_level_1(model: str, layers: int, tmp_path: Path) -> None:
@@ -232,7 +216,6 @@ OFFLOADS = {
 }
 
 
-@NOT_CARRIED_OVER
 @pytest.mark.long
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize(("model", "layers"), [("llama-8b", 4), ("qwen-30b-a3b", 2)])

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 long, topic = pytest.mark.long, pytest.mark.topic
-pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="not carried over")
 PIECES = {"cudagraph_capture_sizes": [1, 2, 4, 256], "cudagraph_mode": "PIECEWISE"}
 IN_PIECES = {"graphs": True, "compile": True, "llm": {"compilation_config": PIECES}}
 EXPANDABLE = {"allocator": "expandable_segments:True"}

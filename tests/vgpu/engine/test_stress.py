@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import caller
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB = 2**20
-pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="its steps are upstream's")
 
 
 def outcomes(vllm: str, programs: int, maps: bool, folder: Path) -> dict[int, str]:

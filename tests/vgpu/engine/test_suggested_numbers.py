@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, HOOKS, run
+from tests.vgpu.engine.harness import HOOKS, run
 
-pytestmark = pytest.mark.skipif(BASE == "0.26.0", reason="it says fewer numbers")
 MIB, GIB = 2**20, 2**30
 CARD: dict[str, object] = {"memory": 8 * GIB}
 UNIFIED: dict[str, object] = {"memory": 16 * GIB, "integrated": True}

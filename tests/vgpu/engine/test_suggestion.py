@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import BASE, run
+from tests.vgpu.engine.harness import run
 
 GIB = 2**30
 # Three graphs of 650 MiB: once they fit into the request, twice they do not.
@@ -31,9 +31,7 @@ def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
 def test_stock_suggests_too_little(v2: bool, tmp_path: Path) -> None:
     measured = start(v2, "official", tmp_path)
     requested, _ = measured["suggested"]
-    assert requested < measured["kv"]
-    # 0.26.0 does not yet count graphs twice.
-    assert requested < 0 or BASE == "0.26.0"
+    assert requested < 0 < measured["kv"]
 
 
 @pytest.mark.parametrize("v2", RUNNERS)

@@ -22,7 +22,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from vllm import device_allocator
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from bench.scenarios.result import print_result
@@ -33,8 +32,6 @@ TAGS = ("weights", "kv_cache")
 # Small and large blocks, below and above the split limit; a third of the device.
 SIZES = [1, 4096, MIB, 3 * MIB, 12 * MIB, 20 * MIB, 32 * MIB]
 CALLS = ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"]
-SWEEPS = hasattr(device_allocator, "this_thread")  # in 0.26.0
-DISCARDS = hasattr(CuMemAllocator, "discard")  # not in 0.26.0
 steps = 0
 
 
@@ -86,20 +83,6 @@ class Allocator(RuleBasedStateMachine):
     def free(self, data: Any) -> None:
         del self.tensors[data.draw(st.integers(0, len(self.tensors) - 1))]
 
-    @precondition(lambda self: self.pool is not None and SWEEPS)
-    @rule()
-    def sweep(self) -> None:
-        pool = device_allocator.this_thread.live_pool
-        assert pool is not None
-        pool.sweep()
-
-    @precondition(lambda self: self.pool is not None and SWEEPS)
-    @rule(needed=st.sampled_from(SIZES))
-    def sweep_under_pressure(self, needed: int) -> None:
-        pool = device_allocator.this_thread.live_pool
-        assert pool is not None
-        pool.sweep_under_pressure(needed)
-
     @rule()
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
@@ -110,7 +93,7 @@ class Allocator(RuleBasedStateMachine):
         self.lose([tag for tag in TAGS if tag not in offload])
         self.allocator.sleep(offload)
 
-    @precondition(lambda self: self.pool is None and DISCARDS)
+    @precondition(lambda self: self.pool is None)
     @rule(tag=st.sampled_from(TAGS))
     def discard(self, tag: str) -> None:
         self.lose([tag])

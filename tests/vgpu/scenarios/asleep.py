@@ -1,9 +1,9 @@
 """Sleep and wake-up next to a trainer: a thread that allocates, frees what sleeps and
 empties PyTorch's cache, while calls of the driver fail.
 
-The argument is a JSON object: "cycles", "seed", "fail" (whether calls fail), "capture"
-(whether graphs are captured, in which pools are entered). Contents are written once and
-read after each wake-up that succeeded.
+Graphs are captured, in which pools are entered. The argument is a JSON object:
+"cycles", "seed", "fail" (whether calls fail). Contents are written once and read after
+each wake-up that succeeded.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Sleeper:
         for _ in range(3):
             with contextlib.suppress(torch.OutOfMemoryError):
                 self.load(self.rng.randrange(256))
-        if self.case.get("capture") and self.rng.random() < 0.3:
+        if self.rng.random() < 0.3:
             with contextlib.suppress(torch.OutOfMemoryError):
                 self.capture()
         self.fail(SLEEP_CALLS)

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from scripts.junit import outcomes
+from scripts.release import Base
 from tests.vgpu.engine import harness
 from vgpu import config
 
 ROOT = Path(__file__).resolve().parents[3]
-BASE = version("vllm")
-SOURCE = tomllib.loads((ROOT / f"patches/v{BASE}/base.toml").read_text())
-TREE = ROOT / SOURCE.get("tree", "vllm")
+TREE = Base.load(ROOT, version("vllm")).tree
 COMMITS = {"official": "refs/envelope/base", "envelope": "HEAD"}
 EXPECTED = tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
 
@@ -37,7 +36,7 @@ def unpack_tests(vllm: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("vllm", ["official", "envelope"])
-@pytest.mark.parametrize("file", EXPECTED["files"][BASE], ids=lambda f: Path(f).stem)
+@pytest.mark.parametrize("file", EXPECTED["files"], ids=lambda f: Path(f).stem)
 def test_tests_of_vllm_have_expected_outcomes(
     file: str, vllm: str, tmp_path: Path
 ) -> None:
