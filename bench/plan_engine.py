@@ -96,6 +96,15 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
     )
     result["model_type"] = engine.model_config.hf_config.model_type
+    # --max-model-len auto is known after profiling alone.
+    result["max_model_len"] = engine.model_config.max_model_len
+    cache = engine.vllm_config.cache_config
+    for key, name in {
+        "kv_tokens": "kv_cache_size_tokens",
+        "concurrency": "kv_cache_max_concurrency",
+    }.items():
+        if (counted := getattr(cache, name, None)) is not None:
+            result[key] = counted
 
 
 class Dropped(Exception):
@@ -165,7 +174,8 @@ def parse(flags: list[str]) -> Any:
 
 
 def count_tokens(result: dict[str, Any]) -> None:
-    """The engine's own count, from its log: hybrid models share blocks."""
+    """The engine's own count, as older releases have it in their log alone: hybrid
+    models share blocks."""
     patterns = {
         "kv_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
         "concurrency": re.compile(r"per request: ([\d.,]+)x"),
@@ -178,7 +188,9 @@ def count_tokens(result: dict[str, Any]) -> None:
                 result[key] = int(number) if key == "kv_tokens" else float(number)
         return True
 
-    logging.getLogger("vllm.v1.core.kv_cache_utils").addFilter(read)
+    logger = logging.getLogger("vllm.v1.core.kv_cache_utils")
+    logger.setLevel(logging.INFO)  # whatever VLLM_LOGGING_LEVEL is
+    logger.addFilter(read)
 
 
 def sample_without_kernels() -> None:

@@ -278,7 +278,8 @@ def progress(text: str, began: float) -> None:
 
 def of_dummies(model: str) -> list[str]:
     """Flags of a start without weights and, if there is none, without a tokenizer."""
-    flags = ["--load-format", "dummy"]
+    # The user's are for another loader, and refused with dummies.
+    flags = ["--load-format", "dummy", "--model-loader-extra-config", "{}"]
     folder = Path(model)
     if not folder.is_dir():
         return flags

@@ -72,6 +72,25 @@ def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_what_a_start_changes_and_does_not_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that is fitted, without a line in the log, and flags of a loader."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    told, said = predicted(
+        tmp_path, "--model", model(tmp_path, max_position_embeddings=1 << 20), "--gpu",
+        "rtx4090", "--release", "official", "--flags", "--max-model-len auto "
+        "--max-num-seqs 16 --enforce-eager --gpu-memory-utilization 0.1 "
+        """--model-loader-extra-config '{"concurrency": 8}'""",
+    )  # fmt: skip
+    result = told["result"]
+    length = (result["blocks"] - 1) * 16  # a block is vLLM's own
+    assert result["max_model_len"] == length < 1 << 20
+    assert f"{length:,} tokens a request" in said
+    assert result["kv_tokens"] == int(result["concurrency"] * length)
+
+
+@pytest.mark.full
 def test_layers_that_share_the_kv_cache(tmp_path: Path) -> None:
     """A hybrid's groups of layers lie in the same memory, which is counted once."""
     config = tmp_path / "hybrid.json"
