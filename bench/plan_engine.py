@@ -87,11 +87,7 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     os.environ[TOLD] = str(told)
     change_worker(result)
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
-    if isinstance(engine_args.hf_overrides, dict) and engine_args.hf_overrides:
-        made = engine_args.create_model_config()
-        asked_for = engine_args.hf_overrides
-        if lines := list(dropped(made.hf_config, made.hf_text_config, asked_for)):
-            raise Dropped(f"--hf-overrides: {'; '.join(lines)}.")
+    refuse_dropped(engine_args.create_model_config(), engine_args.hf_overrides)
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
     )
@@ -109,6 +105,34 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
 
 class Dropped(Exception):
     """vLLM would start with another model than the requested one, without a word."""
+
+
+def refuse_dropped(made: Any, overrides: Any) -> None:
+    """
+    Raises:
+        Dropped: vLLM's config of the model lacks what was asked for, or its
+            quantization.
+    """
+    if isinstance(overrides, dict):
+        configs = made.hf_config, made.hf_text_config
+        if lines := list(dropped(*configs, overrides)):
+            raise Dropped(f"--hf-overrides: {'; '.join(lines)}.")
+    said = quantization_of(made.hf_config) or quantization_of(made.hf_text_config)
+    if said and made.quantization is None:
+        raise Dropped(
+            f"vLLM knows no {said}, as the model's config has it. It starts with "
+            f"weights in {str(made.dtype).removeprefix('torch.')}, which the checkpoint "
+            "does not have: give one in a format of vLLM's (`quant_method`), or a "
+            "config without quantization."
+        )
+
+
+def quantization_of(config: Any) -> str:
+    """What a config says of it, wherever checkpoints have it; empty: nothing."""
+    for name in "quantization_config", "compression_config", "quantization":
+        if isinstance(told := getattr(config, name, None), dict) and told:
+            return f"{name} {json.dumps(told, default=str)[:300]}"
+    return ""
 
 
 def dropped(

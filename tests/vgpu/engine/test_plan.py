@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,8 +15,10 @@ import pytest
 
 from bench.plan import number
 from bench.plan_engine import (
+    Dropped,
     dropped,
     quantize_without_weights,
+    refuse_dropped,
     sample_without_kernels,
 )
 from bench.scenarios.models import MODELS
@@ -215,6 +218,29 @@ def test_overrides_that_a_config_drops_are_found(
     found = list(dropped(made, get_hf_text_config(made), asked))
     assert len(found) == len(expected), found
     assert all(part in line for part, line in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({}, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, True),
+        # As MLX writes it; older files have the first alone.
+        ({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, False),
+        ({"quantization": {"bits": 4}}, False),
+    ],
+)
+def test_quantization_that_vllm_drops_is_refused(
+    said: dict[str, Any], taken: bool, tmp_path: Path
+) -> None:
+    from vllm.config import ModelConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | said))
+    made = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True)
+    with contextlib.nullcontext() if taken else pytest.raises(
+        Dropped, match='vLLM knows no quantization.* {"bits": 4.*weights in bfloat16'
+    ):
+        refuse_dropped(made, {})
 
 
 @pytest.mark.full
