@@ -119,9 +119,10 @@ def refuse_dropped(made: Any, overrides: Any) -> None:
             raise Dropped(f"--hf-overrides: {'; '.join(lines)}.")
     said = quantization_of(made.hf_config) or quantization_of(made.hf_text_config)
     if said and made.quantization is None:
+        dtype = str(made.dtype).removeprefix("torch.")
         raise Dropped(
             f"vLLM knows no {said}, as the model's config has it. It starts with "
-            f"weights in {str(made.dtype).removeprefix('torch.')}, which the checkpoint "
+            f"weights in {dtype}, which the checkpoint "
             "does not have: give one in a format of vLLM's (`quant_method`), or a "
             "config without quantization."
         )

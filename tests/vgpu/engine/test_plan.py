@@ -237,8 +237,13 @@ def test_quantization_that_vllm_drops_is_refused(
 
     (tmp_path / "config.json").write_text(json.dumps(MODEL | said))
     made = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True)
-    with contextlib.nullcontext() if taken else pytest.raises(
-        Dropped, match='vLLM knows no quantization.* {"bits": 4.*weights in bfloat16'
+    with (
+        contextlib.nullcontext()
+        if taken
+        else pytest.raises(
+            Dropped,
+            match='vLLM knows no quantization.* {"bits": 4.*weights in bfloat16',
+        )
     ):
         refuse_dropped(made, {})
 
