@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kv_specs import AVAILABLE, FLAGS, LENGTH
+from bench.model_files import SCHEME, lay_out, scheme_of
 from bench.scenarios.result import read_result
 from bench.simulated_start import Asked, Release, simulate
 from scripts import caches
@@ -29,7 +30,6 @@ CARD = "h200"
 DATA = "docs/data/kv-bytes.json"
 # Models of a shorter context.
 LENGTHS = {"llava-hf--llava-1.5-7b-hf": 2048, "microsoft--phi-2": 2048}
-SCHEME = ".hf_quant_config"
 # Of a config: how the kinds of layers are written that attend to all.
 FULL = {"attention", "full_attention", "*"}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
         file.stem: file
         for folder in folders
         for file in sorted(folder.glob("*.json"))
-        if not file.stem.endswith(SCHEME) and re.search(args.only, file.stem)
+        if not file.stem.endswith(f".{SCHEME}") and re.search(args.only, file.stem)
     }
     release = Release.find(args.root, args.base, ours=False)
     data = args.root / DATA
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
             write(data, known)
 
     with scratch(args.root / "build", "kv-table") as folder:
-        models = {name: model(file, folder / name) for name, file in files.items()}
+        models = {name: lay_out(file, folder / name) for name, file in files.items()}
         for told in specs(release, models, folder):
             name = told.pop("name")
             kept = {k: v for k, v in known.get(name, {}).items() if k == "plan"}
@@ -90,20 +90,11 @@ def write(file: Path, known: Mapping[str, Any]) -> None:
     write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def model(file: Path, folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(file.read_text())
-    scheme = file.with_name(f"{file.stem}{SCHEME}.json")
-    if scheme.exists():
-        (folder / "hf_quant_config.json").write_text(scheme.read_text())
-    return folder
-
-
 def config_of(file: Path) -> dict[str, Any]:
     """With the KV cache of the second file of a quantized model. It counts
     where config.json says nothing (get_config of vLLM's transformers_utils)."""
     config: dict[str, Any] = json.loads(file.read_text())
-    scheme = file.with_name(f"{file.stem}{SCHEME}.json")
+    scheme = scheme_of(file)
     if scheme.exists() and "quantization_config" not in config:
         told = json.loads(scheme.read_text())["quantization"]
         if told.get("kv_cache_quant_algo") == "FP8":

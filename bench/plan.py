@@ -10,11 +10,9 @@ each of many values of a flag, or on many GPUs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import memory_picture
+from bench.model_files import (
+    CONFIG,
+    MISTRAL,
+    config_of,
+    is_mistral,
+    lay_out,
+    name_of,
+    quantized,
+)
 from bench.plan_tables import SWEPT_HEAD, beside, swept_row, table, verdict
 from bench.simulated_start import Asked, Plan, Release, ranks, simulate
 from scripts.commands import Problem, command, write_whole
@@ -229,31 +236,22 @@ def card(name: str | None) -> str:
 
 
 def model_folder(given: str, folder: Path) -> str:
-    """A folder that vLLM reads; a name on the hub stays as it is.
+    """A folder that vLLM reads; a name on the hub stays as it is. A file of another
+    name than vLLM's is laid out below `folder`.
 
     Raises:
         Problem: there is no config, or no model's.
     """
     path = Path(given)
     if path.is_dir():
-        path /= "config.json"
+        path /= MISTRAL if is_mistral(path) else CONFIG
     if not path.is_file():
-        if path.name != "config.json" and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        if path.name != CONFIG and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
             return given
         raise Problem(f"{path}: there is no such file; a model's config is needed.")
-    try:
-        told = json.loads(path.read_text())
-        kind = told["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{path}: no config of a model ({error!r}).") from error
-    if not isinstance(kind, str):
-        raise Problem(f"{path}: model_type is {kind!r}.")
-    if path.name == "config.json":
+    if path.name == name_of(path) and (path.name == CONFIG or is_mistral(path.parent)):
         return str(path.parent.resolve())
-    place = folder / path.stem
-    place.mkdir()
-    shutil.copyfile(path, place / "config.json")
-    return str(place)
+    return str(lay_out(path, folder / path.stem))
 
 
 def number(text: str) -> int:
@@ -337,8 +335,14 @@ def changes(plan: Plan) -> Iterator[list[str]]:
         yield ["--enforce-eager"]
     if "kv-cache-dtype" not in given:
         yield ["--kv-cache-dtype", "fp8"]
-    if "quantization" not in given and not quantized(plan.asked.model):
+    if "quantization" not in given and not is_quantized(plan):
         yield ["--quantization", "fp8"]
+
+
+def is_quantized(plan: Plan) -> bool:
+    """As the engine says, if it came as far."""
+    files = plan.asked.model
+    return bool(plan.result.get("quantization", quantized(files)))
 
 
 def larger_request(plan: Plan, given: str) -> list[str] | None:
@@ -365,7 +369,7 @@ def room_for_weights(plan: Plan, given: str) -> Iterator[list[str]]:
     if more and weights <= total * MOST_REQUESTED * MOST_WEIGHTS:
         yield more
     room = plan.result["requested"] * MOST_WEIGHTS
-    halves = "quantization" not in given and not quantized(plan.asked.model)
+    halves = "quantization" not in given and not is_quantized(plan)
     if halves and plan.result.get("weights_fp8", weights / 2) <= room:
         yield ["--quantization", "fp8"]
     for cards in numbers_of_cards(plan, given):
@@ -394,18 +398,6 @@ def numbers_of_cards(plan: Plan, given: str) -> Iterator[int]:
         )
         if cards > now and splits and fits:
             yield cards
-
-
-def quantized(model: str) -> bool:
-    config = config_of(model)
-    return not config or "quantization_config" in config  # or unknown
-
-
-def config_of(model: str) -> dict[str, Any]:
-    """Empty: it is on the hub."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((Path(model) / "config.json").read_text()))
-    return {}
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class Measured:
             "non_torch_before": now.non_torch_memory,
             "requested": int(worker.requested_memory),
             "max_model_len": model.max_model_len,
+            "quantization": model.quantization,
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "v2": bool(getattr(worker, "use_v2_model_runner", False)),

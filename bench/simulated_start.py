@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.model_files import CONFIG
 from bench.scenarios.result import read_result
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
@@ -23,7 +24,12 @@ from scripts.release import Base
 from vgpu import config as vgpu_config
 
 GIB = 1 << 30
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "tekken.json",
+)
 # How a start says that there is too little memory.
 TOO_LITTLE = re.compile(
     r"out of memory|No available memory|KV cache|[Ff]ree memory on device|takes more "
@@ -283,8 +289,10 @@ def of_dummies(model: str) -> list[str]:
     folder = Path(model)
     if not folder.is_dir():
         return flags
-    if not any((folder / name).exists() for name in TOKENIZERS):
+    if not any(any(folder.glob(name)) for name in TOKENIZERS):
         flags.append("--skip-tokenizer-init")
+    if not (folder / CONFIG).exists():  # vLLM finds it by its weights alone
+        flags += ["--config-format", "mistral"]
     return flags
 
 

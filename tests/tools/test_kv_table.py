@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench import kv_table
+from bench.model_files import SCHEME as SCHEME_FILE
 from scripts.commands import REPOSITORY
 
 CONFIGS = REPOSITORY / "results/real-cards/configs"
@@ -81,7 +82,7 @@ def test_vllm_keeps_what_is_counted_by_hand() -> None:
     files = {
         file.stem: file
         for file in CONFIGS.glob("*.json")
-        if not file.stem.endswith(kv_table.SCHEME)
+        if not file.stem.endswith(SCHEME_FILE)
     }
     assert known.keys() == files.keys()
     assert len(known) >= 40

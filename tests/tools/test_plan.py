@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from bench.plan import changes, number, simulate_with_changes, swept_values
-from bench.simulated_start import Asked, Plan, Release, ranks, why
+from bench.plan import (
+    changes,
+    model_folder,
+    number,
+    simulate_with_changes,
+    swept_values,
+)
+from bench.simulated_start import Asked, Plan, Release, of_dummies, ranks, why
 from scripts.commands import REPOSITORY, Problem
 from tests.tools.project import module
 
@@ -77,6 +83,64 @@ def test_no_environment_says_what_makes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: 'make .venv-vllm-0.33.0/ready' first.\n"
+
+
+MODELOPT = REPOSITORY / "results/real-cards/configs/nvidia--Llama-3.1-70B-Instruct-FP8"
+
+
+def test_file_and_folder_of_a_model_are_alike(tmp_path: Path) -> None:
+    """With the second file of a quantized model, by the name that vLLM reads."""
+    folder = Path(model_folder(f"{MODELOPT}.json", tmp_path))
+    scheme = MODELOPT.with_name(f"{MODELOPT.name}.hf_quant_config.json").read_bytes()
+    assert (folder / "hf_quant_config.json").read_bytes() == scheme
+    config = folder / "config.json"
+    assert config.read_bytes() == Path(f"{MODELOPT}.json").read_bytes()
+    assert model_folder(str(folder), tmp_path) == str(folder)
+    assert model_folder(str(config), tmp_path) == str(folder)
+
+
+def test_mistral_folder_is_read_as_vllm_does(tmp_path: Path) -> None:
+    """Its params.json counts next to weights in its format; a file alone by a flag."""
+    folder, own = tmp_path / "mistral", tmp_path / "own"
+    folder.mkdir()
+    own.mkdir()
+    params = folder / "params.json"
+    params.write_text(json.dumps({"dim": 512, "n_layers": 4}))
+    as_mistral = ["--config-format", "mistral"]
+    alone = Path(model_folder(str(params), own))
+    assert alone.parent == own and of_dummies(str(alone))[-2:] == as_mistral
+    (folder / "consolidated-00001-of-00002.safetensors").touch()
+    for given in params, folder:
+        assert model_folder(str(given), own) == str(folder)
+    assert of_dummies(str(folder))[-2:] == as_mistral
+    (folder / "tekken.json").touch()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    assert model_folder(str(folder), own) == str(folder)
+    assert not {"mistral", "--skip-tokenizer-init"} & set(of_dummies(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme", "expected"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"quantization_config": {}}, False, True),
+        ({"compression_config": {}}, False, True),
+        ({"text_config": {"quantization_config": {}}}, False, True),
+        ({"text_config": None}, False, False),
+    ],
+)
+def test_fp8_is_not_proposed_for_a_quantized_model(
+    config: dict[str, Any], scheme: bool, expected: bool, tmp_path: Path
+) -> None:
+    of = plan(tmp_path, config=MODEL | config)
+    if scheme:
+        (tmp_path / "hf_quant_config.json").write_text("{}")
+    fp8 = ["--quantization", "fp8"]
+    assert (fp8 not in list(changes(of))) == expected
+    # The engine's word counts, also for a model on the hub.
+    of.result["quantization"] = None if expected else "modelopt"
+    assert (fp8 in list(changes(of))) == expected
 
 
 def plan(folder: Path, *flags: str, config: dict[str, Any], **result: Any) -> Plan:
