@@ -36,7 +36,6 @@ from bench.scenarios.on_the_host import (
 from bench.scenarios.result import print_result
 
 VARIABLES = {
-    "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

@@ -30,6 +30,11 @@ TOKENIZERS = (
     "tokenizer.model*",
     "tekken.json",
 )
+# Flags of `vllm serve` that name another model, and a draft's in JSON or with a dot.
+NAMED = re.compile(
+    r"--(?:tokenizer|hf[-_]config[-_]path|spec[-_]model)[ =](\S+)"
+    r"""|[."]model"?[ =:]+"?([^\s",}]+)"""
+)
 # How a start says that there is too little memory.
 TOO_LITTLE = re.compile(
     r"out of memory|No available memory|KV cache|[Ff]ree memory on device|takes more "
@@ -204,7 +209,7 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
         os.environ | given,
         own,
         release.root / "build/kernels",
-    )
+    ) | of_hub(asked, os.environ)
     case = {
         "model": asked.model,
         "flags": [*asked.flags, *of_dummies(asked.model)],
@@ -238,6 +243,17 @@ def ranks(flags: Sequence[str]) -> int:
     sizes = (r"(?:--tensor-parallel-size|-tp)", r"(?:--pipeline-parallel-size|-pp)")
     found = (re.findall(rf"{size}[ =](\d+)", given) for size in sizes)
     return math.prod(int(each[-1]) for each in found if each)
+
+
+def of_hub(asked: Asked, user: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which names are looked up as in the environment of the user, in
+    their cache and on their hub; if all models are folders, nobody is asked."""
+    named = (found[1] or found[2] for found in NAMED.finditer(" ".join(asked.flags)))
+    if all(Path(name).is_dir() for name in (asked.model, *named)):
+        return {"HF_HUB_OFFLINE": "1"}
+    caches = user.get("XDG_CACHE_HOME") or Path(user.get("HOME", "~"), ".cache")
+    home = Path(user.get("HF_HOME") or Path(caches, "huggingface"))
+    return {"HF_HOME": str(home.expanduser().absolute())}
 
 
 def toml(value: object) -> str:

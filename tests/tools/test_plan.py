@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from bench.plan import (
     simulate_with_changes,
     swept_values,
 )
-from bench.simulated_start import Asked, Plan, Release, of_dummies, ranks, why
+from bench.simulated_start import Asked, Plan, Release, of_dummies, of_hub, ranks, why
 from scripts.commands import REPOSITORY, Problem
 from tests.tools.project import module
 
@@ -141,6 +142,37 @@ def test_fp8_is_not_proposed_for_a_quantized_model(
     # The engine's word counts, also for a model on the hub.
     of.result["quantization"] = None if expected else "modelopt"
     assert (fp8 in list(changes(of))) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "online"),
+    [
+        ("--max-model-len 8K --served-model-name acme/tiny", False),
+        ("--tokenizer {folder} --hf-config-path={folder}", False),
+        ("--tokenizer acme/tiny", True),
+        ("--hf_config_path=acme/tiny", True),
+        ("--speculative-config.model acme/tiny", True),
+        ("""--speculative-config '{{"model": "acme/tiny"}}'""", True),
+        ("""-sc '{{"method": "ngram"}}'""", False),
+        ("--spec-model {folder}", False),
+    ],
+)
+def test_hub_is_asked_for_names_alone(flags: str, online: bool, tmp_path: Path) -> None:
+    """With the cache of the user, who may be offline by a variable."""
+    of = plan(tmp_path, *shlex.split(flags.format(folder=tmp_path)), config=MODEL)
+    told = of_hub(of.asked, {"HOME": "/home/me"})
+    assert told == (
+        {"HF_HOME": "/home/me/.cache/huggingface"}
+        if online
+        else {"HF_HUB_OFFLINE": "1"}
+    )
+
+
+def test_cache_of_the_hub_is_the_users(tmp_path: Path) -> None:
+    asked = replace(plan(tmp_path, config=MODEL).asked, model="acme/tiny")
+    for user in {"HF_HOME": "/c/hf", "XDG_CACHE_HOME": "/d"}, {"HF_HOME": "/c/hf"}:
+        assert of_hub(asked, user) == {"HF_HOME": "/c/hf"}
+    assert of_hub(asked, {"XDG_CACHE_HOME": "/d"}) == {"HF_HOME": "/d/huggingface"}
 
 
 def plan(folder: Path, *flags: str, config: dict[str, Any], **result: Any) -> Plan:

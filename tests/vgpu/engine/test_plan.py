@@ -23,6 +23,7 @@ from bench.plan_engine import (
 )
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
+from tests.vgpu.engine.hub import hub
 
 MODEL = MODELS["dense"]
 # Embedding, head, the last norm and the layers' tensors, in elements of two bytes.
@@ -177,7 +178,6 @@ def test_numbers_are_those_of_vllm_serve() -> None:
     ("changed", "flags", "expected"),
     [
         ({}, "--no-such-flag 1", "unrecognized arguments: --no-such-flag 1"),
-        ({"model_type": "unheard-of"}, "", "model type `unheard-of`"),
         ({}, "--data-parallel-size 2", "not several engines"),
     ],
 )
@@ -192,6 +192,23 @@ def test_refusal_of_vllm_is_one_line(
     *_, last = done.stderr.strip().splitlines()
     assert last.startswith("error: vLLM refuses to start: ") and expected in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_name_is_looked_up_on_the_hub_and_kept_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    arguments = ("--model", "acme/tiny", "--gpu", "h100", "--release", "official")
+    with hub(MODEL | {"model_type": "unheard-of"}) as (address, asked):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        done = plan(tmp_path, *arguments)
+    assert any(path.endswith("config.json") for path in asked), asked
+    assert "vLLM refuses to start: " in done.stderr
+    assert "model type `unheard-of`" in done.stderr
+    (cached,) = (tmp_path / "hub").rglob("config.json")
+    assert json.loads(cached.read_text())["model_type"] == "unheard-of"
 
 
 PATTERN = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-" * 2}
