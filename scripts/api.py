@@ -44,11 +44,16 @@ def main(args: argparse.Namespace) -> None:
         raise Problem(f"'make source BASE={base.version}' first.")
     found = changes(base.tree)
     listed = reasons(base.folder / CHANGES)
+    if base.series:  # its own file has what differs there alone
+        of_series = reasons(base.root / f"patches/v{base.series}" / CHANGES)
+        known = {path: of_series.get(path, {}) | listed.get(path, {}) for path in found}
+    else:
+        known = listed
     unlisted = [
         f"{path}: {name}: {how}"
         for path, names in found.items()
         for name, how in names.items()
-        if name not in listed.get(path, {})
+        if name not in known.get(path, {})
     ]
     stale = [
         f"{path}: {name}"

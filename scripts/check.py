@@ -83,10 +83,13 @@ def main(args: argparse.Namespace) -> None:
         git(tree, "fetch", "-q", "origin", f"{BASE_REF}:{BASE_REF}")
         git(tree, "checkout", "-q", "-b", "check", BASE_REF)
         alone = Alone(base, tree) if args.alone else None
+        merged = commits(base.tree) if base.series else {}
         for patch in patches if alone is None else chosen:
             faults, finish = [], no_tests
             if alone:
                 faults = alone.place(patch.stem)
+            elif base.series:
+                git(tree, "checkout", "-q", "-B", "check", merged[patch.stem])
             else:
                 apply(base, tree, [patch])
             if patch not in chosen:

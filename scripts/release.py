@@ -2,7 +2,9 @@
 
 A release is a folder ``patches/v<version>`` with ``base.toml`` (what upstream
 published, pinned by sha256), ``series`` (patch file names in order) and the
-patches.
+patches. Or ``base.toml`` names the release whose series it has: that is merged onto
+it, with ``patches/resolutions``, and ``<topic>.diff`` beside ``base.toml`` is what a
+topic needs there that no merge gives.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,10 @@ class Base:
     wheels: dict[str, Artifact]
     extensions: tuple[Extension, ...]
     tree: Path
+    series: str = ""
+    """The release whose series is merged onto this one; empty: it has its own."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why this release lacks a topic of that series."""
     topics: tuple[str, ...] = ()
     """The chosen patches of the series, without ".patch"; empty for all."""
     set: str = ""
@@ -90,7 +96,9 @@ class Base:
                     )
                     for member, e in data.get("extension", {}).items()
                 ),
-                tree=root / data.get("tree", "vllm"),
+                tree=root / (f"vllm-{version}" if "series" in data else "vllm"),
+                series=data.get("series", ""),
+                left_out=data.get("left_out", {}),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise Problem(f"{path} is not a valid base: {error!r}") from error
@@ -112,29 +120,55 @@ class Base:
 
         Raises:
             Problem: ``series`` names a file that is missing, or names one twice,
-                or a patch file is not in ``series``.
+                or a patch file is not in ``series``; or base.toml leaves out or mends a
+                topic that is not there.
         """
-        names = (self.folder / "series").read_text().split()
-        present = {path.name for path in self.folder.glob("*.patch")}
+        folder = self.root / f"patches/v{self.series or self.version}"
+        names = (folder / "series").read_text().split()
+        present = {path.name for path in folder.glob("*.patch")}
         wrong = sorted(
             {n for n in names if names.count(n) > 1} | (set(names) ^ present)
         )
         if wrong:
             raise Problem(
-                f"{self.folder / 'series'} and the patch files beside it differ: "
+                f"{folder / 'series'} and the patch files beside it differ: "
                 f"{', '.join(wrong)}. Each patch file must be named once."
+            )
+        topics = {name.removesuffix(".patch") for name in names}
+        mends = {path.stem for path in self.folder.glob("*.diff")}
+        if unknown := sorted({*self.left_out, *mends} - topics):
+            raise Problem(
+                f"{self.folder} speaks of topics that {folder / 'series'} does not "
+                f"have: {', '.join(unknown)}. Remove their *.diff or [left_out]."
             )
         return [
             path
             for name in names
-            if (path := self.folder / name).stem in self.topics or not self.topics
+            if (path := folder / name).stem not in self.left_out
+            and (path.stem in self.topics or not self.topics)
         ]
 
-    def digest(self) -> str:
-        """sha256 over the pinned source and the patches in order."""
+    def mend(self, topic: str) -> Path:
+        """What a topic needs on this release that no merge gives; it may be missing."""
+        return self.folder / f"{topic}.diff"
+
+    @property
+    def resolutions(self) -> Path:
+        """How conflicts with other releases were resolved."""
+        return self.root / "patches/resolutions"
+
+    def digest(self, resolved: bool = True) -> str:
+        """sha256 over the pinned source and the patches in order, with all that a merge
+        of them takes; ``resolved``: also with the resolutions of conflicts."""
         total = hashlib.sha256(self.sdist.sha256.encode())
-        for patch in self.patches():
-            total.update(patch.name.encode() + b"\0" + patch.read_bytes() + b"\0")
+        files = self.patches()
+        if self.series:
+            mends = [self.mend(patch.stem) for patch in files]
+            files += [mend for mend in mends if mend.exists()]
+            if resolved:
+                files += sorted(p for p in self.resolutions.rglob("*") if p.is_file())
+        for file in files:
+            total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
         return total.hexdigest()
 
     @property

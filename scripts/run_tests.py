@@ -35,6 +35,7 @@ SUITES = {
     "vgpu-all": Suite("tests/vgpu", "not long"),
     "vgpu-long": Suite("tests/vgpu", "long"),
     "topics": Suite("tests/vgpu/engine", "topic"),
+    "sets": Suite("tests/vgpu/engine/test_sets.py", "not full and not long"),
     "device": Suite("tests/vgpu/device"),
 }
 

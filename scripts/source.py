@@ -1,14 +1,22 @@
-"""Make ``vllm/``: the pinned release plus one git commit per patch."""
+"""Make ``vllm/``: the pinned release plus one git commit per patch.
+
+For a release that has the series of another one, ``vllm-<release>/``: each patch is
+merged three-way. A conflict is left in build/ to be resolved; run the command again to
+continue.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, scratch
 from scripts.headers import patch_files
+from scripts.moving import keep_resolutions, lacking, move_series
 from scripts.release import Base, fetch, published
 from scripts.series import (
     APPLIED_REF,
@@ -19,7 +27,9 @@ from scripts.series import (
     git,
     made,
     nameless,
+    recall,
     run_git,
+    unresolved,
 )
 
 
@@ -32,19 +42,72 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     base = Base.load(args.root, args.base)
     with locked(args.root):
-        if base.tree.exists() and keep(base):
-            print(f"{base.tree} is up to date: {base.local_version}")
-            return
-        with scratch(base.root, "vllm") as folder:
-            new = folder / "vllm"
-            start(base, new, args.git)
+        if base.series:
+            make(Base.load(args.root, base.series), None)
+        make(base, args.git)
+
+
+def make(base: Base, clone: Path | None) -> None:
+    """
+    Raises:
+        Problem: it cannot be replaced, or the series does not apply.
+    """
+    if base.tree.exists() and keep(base):
+        print(f"{base.tree} is up to date: {base.local_version}")
+        return
+    with scratch(base.root, "vllm") as folder:
+        new = folder / "vllm"
+        if base.series:
+            merged = merge(base, clone)
+            merged.rename(new)
+            shutil.rmtree(merged.parent)
+        else:
+            start(base, new, clone)
             apply(base, new, base.patches())
-            (new / ".git/envelope").write_text(base.digest())
-            git(new, "update-ref", APPLIED_REF, "HEAD")
-            if base.tree.exists():
-                base.tree.rename(folder / "old")
-            new.rename(base.tree)
-        print(f"{base.tree}: {base.local_version}")
+        (new / ".git/envelope").write_text(base.digest())
+        git(new, "update-ref", APPLIED_REF, "HEAD")
+        if base.tree.exists():
+            base.tree.rename(folder / "old")
+        new.rename(base.tree)
+    print(f"{base.tree}: {base.local_version}")
+
+
+def merge(base: Base, clone: Path | None) -> Path:
+    """The tree of a release that has the series of another, in a folder of build/.
+
+    Raises:
+        Problem: a conflict, with what to do about it; or a topic leaves nothing.
+    """
+    old = Base.load(base.root, base.series)
+    folder = base.root / f"build/source-{base.version}"
+    new, made_from = replace(base, tree=folder / "vllm"), folder / "made-from"
+    if folder.exists() and made_from.read_text() != base.digest(resolved=False):
+        if unresolved(new.tree):
+            raise Problem(
+                f"the series of {old.version} has changed, and {new.tree} has a "
+                "conflict of the one before: git am --continue there keeps how it "
+                "is resolved; or remove that folder."
+            )
+        keep_resolutions(old, new)
+        shutil.rmtree(folder)
+    if not folder.exists():
+        with scratch(base.root / "build", "source") as part:
+            (part / "new").mkdir()
+            start(base, part / "new/vllm", clone)
+            recall(part / "new/vllm", base.resolutions)
+            (part / "new/made-from").write_text(base.digest(resolved=False))
+            (part / "new").rename(folder)
+    outcomes = move_series(old, new, f"make source BASE={base.version}")
+    empty = [t for t, o in outcomes.items() if o.kind in ("taken", "skipped")]
+    if empty:
+        raise Problem(
+            f"nothing is left on vLLM {base.version} of {', '.join(empty)}: list it in "
+            f"{base.folder / 'base.toml'} under [left_out], with the reason."
+        )
+    for line in lacking(old, new.tree):
+        print(line)
+    git(new.tree, "checkout", "-q", "envelope")
+    return new.tree
 
 
 def keep(base: Base) -> bool:
@@ -66,10 +129,10 @@ def keep(base: Base) -> bool:
     if git(tree, "rev-parse", "HEAD") == git(tree, "rev-parse", APPLIED_REF):
         return same
     exported = {path.name: path.read_bytes() for path in base.patches()}
-    if patch_files(base.root, tree) != exported:
+    if base.series or patch_files(base.root, tree) != exported:
         raise Problem(
             f"{tree} has commits that are not in {base.folder.name}, and would be "
-            "overwritten. 'make export' writes them to patch files."
+            f"overwritten. 'make export BASE={base.version}' writes them to files."
         )
     git(tree, "update-ref", APPLIED_REF, "HEAD")
     made_from.write_text(base.digest())

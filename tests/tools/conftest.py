@@ -118,6 +118,10 @@ def official(make: Callable[..., Installed]) -> Installed:
 @pytest.fixture
 def series(project: Project) -> Project:
     """Patches that apply to 1.2.2, merge, are there already, and conflict."""
+    return make_series(project)
+
+
+def make_series(project: Project) -> Project:
     project.ok("source")
     project.commit(
         "[Core] Applies", vllm__budget_py="def requested(total):\n    pass\n"

@@ -92,14 +92,22 @@ def write_sdist(path: Path, sources: dict[str, str] = SOURCES) -> None:
             tar.addfile(member, io.BytesIO(text.encode()))
 
 
-def write_wheel(path: Path, native: bytes = b"official native code") -> None:
-    files = {n: t.encode() for n, t in SOURCES.items() if n.startswith("vllm/")}
+def write_wheel(
+    path: Path,
+    native: bytes = b"official native code",
+    sources: dict[str, str] = SOURCES,
+) -> None:
+    release = path.name.split("-")[1]
+    info = f"vllm-{release}.dist-info"
+    version = VERSION.replace("1.2.3", release)
+    version = version.replace("1, 2, 3", release.replace(".", ", "))
+    files = {n: t.encode() for n, t in sources.items() if n.startswith("vllm/")}
     files |= {
         "vllm/native.abi3.so": native,
         "vllm/large.abi3.so": bytes(range(256)) * 4096,
-        "vllm/_version.py": VERSION.encode(),
-        f"{INFO}/METADATA": METADATA.encode(),
-        f"{INFO}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\n",
+        "vllm/_version.py": version.encode(),
+        f"{info}/METADATA": METADATA.replace("1.2.3", release).encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\n",
     }
     rows = io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
@@ -109,8 +117,8 @@ def write_wheel(path: Path, native: bytes = b"official native code") -> None:
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
             row = [name, f"sha256={digest.decode().rstrip('=')}", len(content)]
             writer.writerow(row)
-        writer.writerow([f"{INFO}/RECORD", "", ""])
-        wheel.writestr(f"{INFO}/RECORD", rows.getvalue())
+        writer.writerow([f"{info}/RECORD", "", ""])
+        wheel.writestr(f"{info}/RECORD", rows.getvalue())
 
 
 def sha256(path: Path) -> str:
