@@ -86,7 +86,10 @@ def start(asked: dict[str, Any], result: dict[str, Any], told: Path) -> None:
     os.environ[TOLD] = str(told)
     change_worker(result)
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
-    refuse_dropped(engine_args.create_model_config(), engine_args.hf_overrides)
+    made = engine_args.create_model_config()
+    refuse_dropped(made, engine_args.hf_overrides)
+    untie_as_the_checkpoint(made)
+    engine_args.create_model_config = lambda: made
     engine = LLMEngine.from_engine_args(
         engine_args, usage_context=UsageContext.OPENAI_API_SERVER
     )
@@ -275,6 +278,43 @@ def quantize_all(config_class: Any) -> None:
         ]
 
     config_class.maybe_update_config = maybe_update_config
+
+
+def untie_as_the_checkpoint(made: Any) -> None:
+    """Where a config says that the head is tied to the embeddings, and its checkpoint
+    has another, vLLM loads that. It looks up neither for dummies."""
+    untie = getattr(made, "maybe_untie_word_embeddings", None)  # not in older releases
+    tied = getattr(made.hf_config, "tie_word_embeddings", False)
+    if untie and tied and has_own_head(Path(made.model)):
+        untie()
+        # Otherwise vLLM compares them once they are loaded: dummies are equal.
+        made.word_embeddings_untied_by_checkpoint = False
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a checkpoint has a head that is no copy of its embeddings."""
+    import torch
+    from safetensors import safe_open
+
+    rows = 1 << 12
+    with contextlib.ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for path in folder.glob("*.safetensors"):
+            file = opened.enter_context(safe_open(path, "pt"))
+            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        head = next((name for name in tensors if name.endswith("lm_head.weight")), None)
+        if head is None:
+            return False
+        own = tensors.pop(head)
+        shape = own.get_shape()
+        return not any(
+            all(
+                torch.equal(own[i : i + rows], other[i : i + rows])
+                for i in range(0, shape[0], rows)
+            )
+            for other in tensors.values()
+            if other.get_shape() == shape
+        )
 
 
 def broadcast_objects_without_kernels() -> None:

@@ -20,6 +20,7 @@ from bench.plan_engine import (
     quantize_without_weights,
     refuse_dropped,
     sample_without_kernels,
+    untie_as_the_checkpoint,
 )
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
@@ -295,6 +296,30 @@ def test_gptq_without_a_checkpoint_is_quantized(
     config.maybe_update_config(str(tmp_path))
     layers = config.modules_in_block_to_quantize
     assert is_layer_gptq_quantized("model.layers.0.self_attn.o_proj", layers)
+
+
+@pytest.mark.parametrize("head", ["none", "equal", "different"])
+def test_head_is_untied_if_that_of_the_checkpoint_differs(
+    head: str, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from vllm.config import ModelConfig
+
+    config = MODEL | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embeddings = torch.arange(8192 * 4).reshape(8192, 4)
+    tensors = {"model.embed_tokens.weight": embeddings}
+    if head != "none":
+        tensors["lm_head.weight"] = embeddings.clone()
+    if head == "different":
+        tensors["lm_head.weight"][-1, -1] = 0
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    made = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True)
+    untie_as_the_checkpoint(made)
+    assert made.hf_config.tie_word_embeddings == (head != "different")
+    # Dummies are equal: vLLM would tie them again.
+    assert not made.word_embeddings_untied_by_checkpoint
 
 
 @pytest.mark.vgpu(memory="1GiB")
