@@ -149,8 +149,8 @@ slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONL
 	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
 
-plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, RELEASE=official, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
-	@$(call RUN,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
+plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, RELEASE=official, SET=, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
+	@$(call SHIP,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
 	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
 	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
 	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \

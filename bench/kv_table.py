@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         for file in sorted(folder.glob("*.json"))
         if not file.stem.endswith(f".{SCHEME}") and re.search(args.only, file.stem)
     }
-    release = Release.find(args.root, args.base, ours=False)
+    release = Release.find(args.root, args.base, ours=None)
     data = args.root / DATA
     known = json.loads(data.read_text()) if data.exists() else {}
 

@@ -31,7 +31,9 @@ from bench.model_files import (
 )
 from bench.plan_tables import SWEPT_HEAD, beside, swept_row, table, verdict
 from bench.simulated_start import Asked, Plan, Release, ranks, simulate
+from scripts import topics
 from scripts.commands import Problem, command, write_whole
+from scripts.release import Base
 from vgpu import config as vgpu_config
 
 # As `vllm serve` reads them in its own flags.
@@ -52,6 +54,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help=" ".join(cards()))
     parser.add_argument("--flags", default="", help="of vllm serve, in one string")
     parser.add_argument("--release", default="ours", choices=["ours", "official"])
+    topics.options(parser)
     parser.add_argument("--report", type=Path, help="a VLLM_STARTUP_MEMORY_REPORT")
     parser.add_argument(
         "--warm", action="store_true", help="find the compiled model of a first start"
@@ -157,7 +160,10 @@ def asked(args: argparse.Namespace, folder: Path) -> Asked:
     over_cards = (args.sweep or "").startswith("gpu=")
     gpu = None if over_cards else card(args.gpu)
     model = model_folder(args.model, folder)
-    release = Release.find(args.root, args.base, args.release == "ours")
+    if args.release == "official" and (args.set or args.topics):
+        raise Problem("SET= and TOPICS= are of patched vLLM, RELEASE=official is not.")
+    ours = topics.chosen(args) if args.release == "ours" else None
+    release = Release.find(args.root, args.base, ours)
     return Asked(release, model, gpu, tuple(flags), args.warm)
 
 
@@ -169,8 +175,13 @@ def asked_by(report: Any, args: argparse.Namespace, folder: Path) -> Asked:
         Problem: there is no such release here.
     """
     start, options = report["start"], dict(report["start"]["options"])
-    version, _, ours = start["vllm"].partition("+")
-    release = Release.find(args.root, version, ours.startswith("envelope"))
+    version, _, build = start["vllm"].partition("+")
+    ours = None
+    if build.startswith("envelope"):
+        ours = Base.load(args.root, version)
+        if named := re.match(r"envelope\.([a-z]+)\.", build):
+            ours = topics.of_set(ours, named[1])
+    release = Release.find(args.root, version, ours)
     if "gpu_memory_limit_bytes" in options:
         options.pop("gpu_memory_utilization", None)
     flags = []

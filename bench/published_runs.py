@@ -156,7 +156,7 @@ class Row:
 def replay(run: dict[str, Any], root: Path, kept: Path, again: bool) -> Row:
     version = nearest(root, run["vllm_version"])
     with scratch(root / "build", "bench-plan") as folder:
-        release = Release.find(root, version, ours=False)
+        release = Release.find(root, version, ours=None)
         try:
             start = asked(run, root, release, folder)
             file = kept / f"{digest(start)}.json"

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.model_files import CONFIG
 from bench.scenarios.result import read_result
+from bench.virtual import made_by
 from scripts import caches
 from scripts.commands import REPOSITORY, Problem
 from scripts.release import Base
@@ -52,21 +53,16 @@ class Release:
     """The folder that is put before the official one on the path; None: official."""
 
     @classmethod
-    def find(cls, root: Path, version: str, ours: bool) -> Release:
+    def find(cls, root: Path, version: str, ours: Base | None) -> Release:
         """
         Raises:
             Problem: it has not been made.
         """
-        if ours:
-            folder = root / f"build/envelope-{Base.load(root, version).version}"
-        else:
-            folder = None
+        folder = ours.unpacked if ours else None
         release = cls(root, version, folder)
         if not release.python.exists() or (folder and not folder.is_dir()):
-            target = (
-                f"vgpu envelope BASE={version}" if ours else f"{release.name}/ready"
-            )
-            raise Problem(f"'make {target}' first.")
+            order = made_by(ours) if ours else f"make {release.name}/ready"
+            raise Problem(f"'{order}' first.")
         return release
 
     @property

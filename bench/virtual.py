@@ -36,10 +36,18 @@ def environment_of(base: Base) -> tuple[Path, Path]:
         Problem: they have not been made.
     """
     python = base.root / f".venv-vllm-{base.version}/bin/python"
-    ours = base.root / f"build/envelope-{base.version}"
+    ours = base.unpacked
     if not python.exists() or not ours.is_dir():
-        raise Problem(f"'make vgpu envelope BASE={base.version}' first.")
+        raise Problem(f"'{made_by(base)}' first.")
     return python, ours
+
+
+def made_by(base: Base) -> str:
+    """The command that makes both."""
+    order = f"make vgpu envelope BASE={base.version}"
+    if base.set:
+        return f"{order} SET={base.set}"
+    return f'{order} TOPICS="{" ".join(base.topics)}"' if base.topics else order
 
 
 def results(

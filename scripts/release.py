@@ -185,6 +185,12 @@ class Base:
         count = len(self.patches())
         return f"{self.version}+envelope.{name}{count}.{kind}{self.digest()[:8]}"
 
+    @property
+    def unpacked(self) -> Path:
+        """Where `make envelope` unpacks our build; each set or topics has its own."""
+        version = self.local_version if self.topics else self.version
+        return self.root / f"build/envelope-{version}"
+
 
 def releases(root: Path) -> list[str]:
     """The supported releases, the newest first."""

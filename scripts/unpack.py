@@ -25,8 +25,7 @@ def main(args: argparse.Namespace) -> None:
     wheel = base.root / "dist" / name.replace(base.version, base.local_version, 1)
     if not wheel.is_file():
         raise Problem(f"there is no {wheel}: 'make wheel' first.")
-    version = base.local_version if base.topics else base.version
-    target = base.root / f"build/envelope-{version}"
+    target = base.unpacked
     digest = sha256(wheel)
     made_from = target / ".wheel"
     with locked(base.root):

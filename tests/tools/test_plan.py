@@ -20,7 +20,9 @@ from bench.plan import (
     swept_values,
 )
 from bench.simulated_start import Asked, Plan, Release, of_dummies, of_hub, ranks, why
+from scripts import topics
 from scripts.commands import REPOSITORY, Problem
+from scripts.release import Base
 from tests.tools.project import module
 
 GIB = 1 << 30
@@ -47,6 +49,10 @@ CASES = {
     "sweep of words": (
         ["--model", "{model}", "--gpu", "h100", "--sweep", "max-model-len=a..b"],
         "'a' is no number (as 8K or 8192)",
+    ),
+    "set of the release": (
+        ["--model", "{model}", "--gpu", "h100", "--set", "slice"],
+        "SET= and TOPICS= are of patched vLLM",
     ),
     "no report": (["--report", "none"], "none: No such file"),
     "another report": (["--report", "{model}"], "as VLLM_STARTUP_MEMORY_REPORT writes"),
@@ -84,6 +90,37 @@ def test_no_environment_says_what_makes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: 'make .venv-vllm-0.33.0/ready' first.\n"
+
+
+@pytest.mark.parametrize("by_report", [False, True])
+def test_set_that_is_not_built_says_what_makes_it(
+    by_report: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "patches").symlink_to(REPOSITORY / "patches")
+    (tmp_path / "build").mkdir()
+    model = tmp_path / "model.json"
+    given: list[str | Path] = ["--model", model, "--gpu", "h100", "--set", "slice"]
+    if by_report:
+        start = {"vllm": "0.33.0+envelope.slice.20.g3231ee46", "options": {}}
+        model.write_text(json.dumps({"start": start}))
+        given = ["--report", model]
+    else:
+        model.write_text(json.dumps(MODEL))
+    done = module("bench.plan", "--root", tmp_path, *given)
+    assert done.returncode == 1
+    assert done.stderr == ("error: 'make vgpu envelope BASE=0.33.0 SET=slice' first.\n")
+
+
+def test_set_is_started_from_its_own_build(tmp_path: Path) -> None:
+    (tmp_path / "patches").symlink_to(REPOSITORY / "patches")
+    ours = topics.of_set(Base.load(tmp_path, "0.33.0"), "slice")
+    ours.unpacked.mkdir(parents=True)
+    python = Release(tmp_path, "0.33.0", None).python
+    python.parent.mkdir(parents=True)
+    python.touch()
+    release = Release.find(tmp_path, "0.33.0", ours)
+    assert release.ours == ours.unpacked
+    assert ours.unpacked.name.startswith("envelope-0.33.0+envelope.slice.")
 
 
 MODELOPT = REPOSITORY / "results/real-cards/configs/nvidia--Llama-3.1-70B-Instruct-FP8"
