@@ -6,19 +6,34 @@ WHEEL ?= $(wildcard dist/vllm-$(BASE)+*.whl)
 ENV := .venv-vllm-$(BASE)
 DEVICE_ENV := $(if $(TORCH),.venv-torch-$(TORCH),$(ENV))
 RUN = .venv/bin/python -m $(1) --base $(BASE)
-# What ships, of all topics, of a set or those asked for.
+# What ships: all patches, a set, or those asked for.
 SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "$(SET)")
 
-.PHONY: wheel overlay image source export rebase drift pr alone api topics-page check check-quick verify vgpu ray \
-  envelope device torch-tests test test-all test-long topics lint bench bench-load \
-  bench-start bench-start-time bench-extensible bench-stock bench-first-start bench-rank-fails \
-  bench-starts bench-caller bench-suggestion bench-fragmentation bench-hybrid-build bench-step bench-sleep bench-plan bench-peers kv-table slice plan gpu calibrate bundle results-page findings \
-  figures tables help
+.PHONY: wheel overlay image verify plan kv-table bundle help source export check check-quick \
+  alone api topics-page lint vgpu envelope ray test test-all test-long topics sets device \
+  torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
+  bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
+  bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
+  bench-hybrid-build bench-step bench-sleep bench-plan bench-peers
+
+# Checked before anything is fetched or built.
+needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2))$($(3)),,$(error make $(1): $(4) is needed)))
+$(call needs,slice,HAMI,,HAMI=<your slicing library> (docs/on-a-gpu.md))
+$(call needs,torch-tests,TESTS,,TESTS=<pytorch/test> (vgpu/README.md))
+$(call needs,rebase,TO,,TO=<vLLM release> (docs/upstream.md))
+$(call needs,drift,TO,,TO=<vLLM release> (docs/upstream.md))
+$(call needs,pr,TOPIC,FIRST,TOPIC=<patch> or FIRST=<number> (docs/upstream.md))
+WITH_SET := wheel overlay image verify envelope
+WITHOUT_SET := $(filter-out $(WITH_SET) source vgpu plan,$(MAKECMDGOALS))
+$(if $(SET)$(TOPICS),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes the whole \
+  series. SET= and TOPICS= are for $(WITH_SET))))
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64); SET=slice, TOPICS="a b": with those alone
+##@ Use (the first four, and envelope, take SET=name or TOPICS="a b"; all take BASE=release)
+
+wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
 
 overlay: wheel  ## dist/*-overlay-ARCH.pyz: installs the changed files alone
@@ -28,36 +43,37 @@ image: overlay  ## IMAGE= on the official image, or the tag or digest given
 	@$(call SHIP,scripts.image) $(if $(IMAGE),--image $(IMAGE)) $(if $(TAG),--tag $(TAG)) \
 	  $(if $(BUILDER),--builder "$(BUILDER)") $(if $(OTHER_BUILD),--other-build)
 
+verify: source  ## WHEEL=...: the official wheel and the series, nothing else
+	@$(call SHIP,scripts.verify) $(WHEEL)
+
+plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, RELEASE=official, SET=, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
+	@$(call SHIP,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
+	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
+	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
+	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
+	  $(if $(SVG),--svg "$(SVG)")
+
+kv-table: vgpu  ## KV cache bytes of a token, by model: CONFIGS="folders" ONLY=pattern PLAN=pattern
+	@$(call RUN,bench.kv_table) $(if $(CONFIGS),--configs $(CONFIGS)) \
+	  $(if $(ONLY),--only "$(ONLY)") $(if $(PLAN),--plan "$(PLAN)")
+	@$(call RUN,bench.figures)
+
+bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network; TORCH=1: its PyTorch
+	@$(if $(TORCH),,$(MAKE) -s wheel ARCH=x86_64)
+	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
+	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(TORCH),--torch)
+
+help:  ## this list
+	@awk -F ':.*?## ' '/^##@ / {print "\n" substr($$0, 5) ":"} \
+	  /^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
+
+##@ Change
+
 source: .venv/ready  ## vllm/: the release (or VLLM_GIT=clone) and a commit per patch
 	@$(call RUN,scripts.source) $(if $(VLLM_GIT),--git "$(VLLM_GIT)")
 
 export: .venv/ready  ## vllm/'s commits back to patch files, and the pages' tables
 	@$(call RUN,scripts.export)
-
-rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
-	@$(call RUN,scripts.rebase) --to $(or $(TO),$(error TO=<vLLM release> is needed)) \
-	  $(if $(CHECK),--check)
-
-drift: source  ## TO=: conflicts of the whole series with another release
-	@$(call RUN,scripts.drift) --to $(or $(TO),$(error TO=<vLLM release> is needed))
-
-pr: .venv/ready  ## TOPIC= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
-	@$(call RUN,scripts.source)
-	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic \
-	  $(or $(TOPIC),$(error TOPIC=<patch> or FIRST=<number> is needed))) \
-	  $(if $(VLLM_GIT),--git "$(VLLM_GIT)") \
-	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
-	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \
-	  $(if $(NO_HOOKS),--no-hooks)
-
-alone: source  ## each topic on the release with just what it needs: applies, lints
-	@$(call RUN,scripts.check) --alone --no-tests
-
-api: source  ## BASE=: names of the release that are gone or different, each with its reason
-	@$(call RUN,scripts.api)
-
-topics-page: .venv/ready  ## the tables of README.md and patches/README.md, from topics.toml
-	@$(call RUN,scripts.topics_page)
 
 check: source vgpu  ## each patch applies, lints, compiles; its tests need it
 	@$(call RUN,scripts.api)
@@ -67,16 +83,26 @@ check-quick: source vgpu  ## the same, but its tests run with the whole series o
 	@$(call RUN,scripts.api)
 	@$(call RUN,scripts.check) --first-failure
 
-verify: source  ## WHEEL=...: the official wheel and the series, nothing else
-	@$(call SHIP,scripts.verify) $(WHEEL)
+alone: source  ## each patch on the release with just those that it needs: applies, lints
+	@$(call RUN,scripts.check) --alone --no-tests
+
+api: source  ## BASE=: names of the release that are gone or different, each with its reason
+	@$(call RUN,scripts.api)
+
+topics-page: .venv/ready  ## the tables of README.md and patches/README.md, from topics.toml
+	@$(call RUN,scripts.topics_page)
+
+lint: .venv/ready  ## linters and types, also of files that git does not know yet
+	@git ls-files -z --cached --others --exclude-standard | \
+	  xargs -0 .venv/bin/pre-commit run --files
 
 vgpu: $(ENV)/ready  ## the virtual CUDA device for the torch of this release
 	@$(ENV)/bin/python -m vgpu build
 
-ray: build/ray/ready  ## Ray, for the tests of its workers
-
 envelope: wheel  ## the patched vLLM unpacked, for tests and benches
 	@$(call SHIP,scripts.unpack)
+
+ray: build/ray/ready  ## Ray, for the tests of its workers
 
 test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
 	@$(call RUN,scripts.run_tests) tools vgpu
@@ -84,20 +110,64 @@ test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
 test-all: vgpu envelope overlay ray check-quick  ## all tests; about 50 minutes on two cores
 	@$(call RUN,scripts.run_tests) tools gpu vgpu-all
 
+test-long: vgpu envelope ray build/libraries/ready  ## tests that take too long for every run
+	@$(call RUN,scripts.run_tests) vgpu-long
+
+topics: vgpu envelope  ## BASE=: its wheel, and each patch once
+	@$(call RUN,scripts.verify) $(WHEEL)
+	@$(call RUN,scripts.run_tests) topics
+
+sets: source $(ENV)/ready vgpu  ## BASE=: the cheapest symptom of each set, stock and with the set alone
+	@$(call RUN,scripts.run_tests) sets
+
 device: $(if $(TORCH),.venv-torch-$(TORCH)/ready,vgpu)  ## the device's own suite; TORCH=2.15.0: with that PyTorch
 	@$(call RUN,scripts.run_tests) device@$(if $(TORCH),torch-$(TORCH),$(BASE))
 
 torch-tests: build/torch-tests/ready  ## TESTS=pytorch/test: PyTorch's own tests of memory; ONLY=, TORCH=
 	@$(DEVICE_ENV)/bin/python -m scripts.torch_suite \
-	  --tests "$(or $(TESTS),$(error TESTS=<pytorch/test> is needed: vgpu/README.md))" \
+	  --tests "$(TESTS)" \
 	  $(if $(ONLY),--only "$(ONLY)") $(if $(OTHER_VERSION),--other-version)
 
-test-long: vgpu envelope ray build/libraries/ready  ## tests that take too long for every run
-	@$(call RUN,scripts.run_tests) vgpu-long
+figures: .venv/ready  ## fills in the figures of the pages, from docs/data and results/
+	@$(call RUN,bench.figures)
 
-topics: vgpu envelope  ## BASE=: its wheel, each topic once
-	@$(call RUN,scripts.verify) $(WHEEL)
-	@$(call RUN,scripts.run_tests) topics
+tables: .venv/ready  ## how old the tables of the pages are
+	@$(call RUN,scripts.tables)
+
+findings: .venv/ready  ## surprises of other libraries: each script in findings/
+	@for script in $(filter-out findings/common.sh,$(wildcard findings/*.sh)); do \
+	  echo "== $$script"; PATH="$$PWD/.venv/bin:$$PATH" $$script || exit 1; done
+
+pr: .venv/ready  ## TOPIC= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
+	@$(call RUN,scripts.source)
+	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic "$(TOPIC)") \
+	  $(if $(VLLM_GIT),--git "$(VLLM_GIT)") \
+	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
+	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \
+	  $(if $(NO_HOOKS),--no-hooks)
+
+drift: source  ## TO=: conflicts of the whole series with another release
+	@$(call RUN,scripts.drift) --to $(TO)
+
+rebase: source  ## TO=: the series for another release; CHECK=1 is make drift
+	@$(call RUN,scripts.rebase) --to $(TO) $(if $(CHECK),--check)
+
+##@ Measure
+
+gpu: vgpu envelope  ## the suite on the GPU of this machine; ONLY=pattern
+	@$(call RUN,gpu.suite) $(if $(ONLY),--only "$(ONLY)")
+	@$(call RUN,gpu.results_page)
+
+calibrate: vgpu envelope  ## measure the GPU of this machine for vgpu/
+	@$(call RUN,gpu.calibrate)
+	@$(call RUN,gpu.results_page)
+
+results-page: .venv/ready  ## docs/gpu.md from results/
+	@$(call RUN,gpu.results_page)
+
+slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONLY=text SIZE=4GiB
+	@$(call RUN,bench.slice) --library "$(HAMI)" \
+	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
 
 bench: .venv/ready  ## time and memory of make wheel
 	@$(call RUN,bench.wheel)
@@ -145,17 +215,6 @@ bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 bench-sleep: vgpu envelope  ## cycles of sleep and wake-up, stock and patched: CPU time, calls; PAIRS=5 GIB=2
 	@$(call RUN,bench.sleep) $(if $(PAIRS),--pairs $(PAIRS)) $(if $(GIB),--gib $(GIB))
 
-slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONLY=text SIZE=4GiB
-	@$(call RUN,bench.slice) --library "$(or $(HAMI),$(error HAMI=<library> is needed))" \
-	  $(if $(ONLY),--only "$(ONLY)") $(if $(SIZE),--size "$(SIZE)")
-
-plan: .venv/ready  ## memory of a start on a virtual GPU: MODEL=, GPU=, FLAGS=, RELEASE=official, SET=, SWEEP=, WARM=1, REPORT=, JSON=, SVG=
-	@$(call SHIP,bench.plan) $(if $(MODEL),--model "$(MODEL)") $(if $(GPU),--gpu "$(GPU)") \
-	  $(if $(FLAGS),--flags="$$FLAGS") $(if $(RELEASE),--release $(RELEASE)) \
-	  $(if $(SWEEP),--sweep "$(SWEEP)") $(if $(WARM),--warm) \
-	  $(if $(REPORT),--report "$(REPORT)") $(if $(JSON),--json "$(JSON)") \
-	  $(if $(SVG),--svg "$(SVG)")
-
 bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern AGAIN=1
 	@$(call RUN,bench.published_runs) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
 	  --page docs/plan-against-real-cards.md
@@ -163,44 +222,6 @@ bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern A
 
 bench-peers: .venv/ready  ## other planners on the published runs, from their packages
 	@$(call RUN,bench.compare_peers)
-
-kv-table: vgpu  ## KV cache bytes of a token, by model: CONFIGS="folders" ONLY=pattern PLAN=pattern
-	@$(call RUN,bench.kv_table) $(if $(CONFIGS),--configs $(CONFIGS)) \
-	  $(if $(ONLY),--only "$(ONLY)") $(if $(PLAN),--plan "$(PLAN)")
-	@$(call RUN,bench.figures)
-
-gpu: vgpu envelope  ## the suite on the GPU of this machine; ONLY=pattern
-	@$(call RUN,gpu.suite) $(if $(ONLY),--only "$(ONLY)")
-	@$(call RUN,gpu.results_page)
-
-calibrate: vgpu envelope  ## measure the GPU of this machine for vgpu/
-	@$(call RUN,gpu.calibrate)
-	@$(call RUN,gpu.results_page)
-
-bundle: .venv/ready  ## both vLLMs in a file, for a GPU machine without a network; TORCH=1: its PyTorch
-	@$(if $(TORCH),,$(MAKE) -s wheel ARCH=x86_64)
-	@$(call RUN,scripts.bundle) $(if $(SM),--architecture $(SM)) \
-	  $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) $(if $(TORCH),--torch)
-
-findings: .venv/ready  ## surprises of other libraries: each script in findings/
-	@for script in $(filter-out findings/common.sh,$(wildcard findings/*.sh)); do \
-	  echo "== $$script"; PATH="$$PWD/.venv/bin:$$PATH" $$script || exit 1; done
-
-results-page: .venv/ready  ## docs/gpu.md from results/
-	@$(call RUN,gpu.results_page)
-
-figures: .venv/ready  ## fills in the figures of the pages, from docs/data and results/
-	@$(call RUN,bench.figures)
-
-tables: .venv/ready  ## how old the tables of the pages are
-	@$(call RUN,scripts.tables)
-
-help:  ## this list
-	@awk -F ':.*?## ' '/^[a-z-]+:.*## / {printf "%-18s %s\n", $$1, $$2}' Makefile
-
-lint: .venv/ready  ## linters and types, also of files that git does not know yet
-	@git ls-files -z --cached --others --exclude-standard | \
-	  xargs -0 .venv/bin/pre-commit run --files
 
 .venv/ready: requirements/uv.txt requirements/tools.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \

@@ -214,7 +214,7 @@ def measured(path: Path) -> str:
 def chosen(base: Base, topic: str) -> Path:
     names = {path.stem: path for path in base.patches()}
     if topic.removesuffix(".patch") not in names:
-        raise Problem(f"no topic {topic!r}. TOPIC is one of: {', '.join(names)}.")
+        raise Problem(f"no patch {topic!r}. {topics.nearest(topic, [*names])}")
     return names[topic.removesuffix(".patch")]
 
 

@@ -13,6 +13,7 @@ import argparse
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def with_needs(
     while left:
         name = left.pop()
         if name not in series:
-            raise Problem(f"no topic {name!r}. They are: {', '.join(series)}.")
+            raise Problem(f"no patch {name!r}. {nearest(name, series)}")
         if name not in found:
             found.add(name)
             topic = topics.get(name, Topic(name, {}))
@@ -164,6 +165,15 @@ def with_needs(
             left += [n for n in topic.beside if beside and n in series]
             left += [n for n in topic.effect_needs if effects and n in series]
     return [name for name in series if name in found]
+
+
+def nearest(name: str, series: Sequence[str]) -> str:
+    """A sentence with the names that somebody may have meant."""
+    found = [n for n in series if name in n]
+    found = found or get_close_matches(name, series, n=3, cutoff=0.5)
+    if not found:
+        return "patches/README.md lists all."
+    return f"Nearest: {', '.join(found[:5])}."
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 from scripts import topics
@@ -23,11 +24,19 @@ from scripts.series import BASE_REF, git
 
 def options(parser: argparse.ArgumentParser) -> None:
     topics.options(parser)
-    parser.add_argument("wheel", type=Path, nargs="+")
+    parser.add_argument("wheel", type=Path, nargs="*")
 
 
 def main(args: argparse.Namespace) -> None:
     base = topics.chosen(args)
+    if not args.wheel:
+        raise Problem(
+            f"there is no wheel of vLLM {base.version} in dist/: 'make wheel' first, "
+            "or WHEEL=..."
+        )
+    for path in args.wheel:
+        if told := another(base, path):
+            raise Problem(f"{path.name} is the wheel of {told}")
     with scratch(args.root / "build", "verify") as folder:
         base = topics.with_tree(base, folder)
         faults = {path: verify(base, path) for path in args.wheel}
@@ -38,6 +47,23 @@ def main(args: argparse.Namespace) -> None:
             print(f"{path.name}: vLLM {base.version} and the series, nothing else")
     if any(faults.values()):
         raise Problem("not the wheel that 'make wheel' builds from this series.")
+
+
+def another(base: Base, path: Path) -> str:
+    """Which other wheel of the same series this is by its name, and how to verify that;
+    empty: none is known."""
+    version = path.name.partition("-")[2].partition("-")[0]
+    if version == base.local_version:
+        return ""
+    whole = replace(base, topics=(), set="")
+    if version == whole.local_version:
+        return "the whole series: 'make verify' without SET= and TOPICS=."
+    for name in topics.sets(base.root):
+        if version == topics.of_set(whole, name).local_version:
+            return f"set {name}: 'make verify SET={name}'."
+    if re.search(r"\+envelope\.\d+\.t", version) and (base.set or not base.topics):
+        return "chosen patches: 'make verify TOPICS=' with those that it was built of."
+    return ""
 
 
 def verify(base: Base, path: Path) -> list[str]:

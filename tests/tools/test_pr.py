@@ -409,7 +409,7 @@ def test_without_the_measured_output_the_check_is_run(
 
 
 WRONG = {
-    "topic": (("--topic", "x"), f"no topic 'x'. TOPIC is one of: {TOPIC}"),
+    "topic": (("--topic", "x"), "no patch 'x'. patches/README.md lists all."),
     "base": (("--onto", "v9"), "has no branch, tag or commit 'v9': fetch it"),
     "clone": (("--git", "/"), "/ is not a git clone (VLLM_GIT=...)"),
     "branch": (("--branch", "main"), "has a branch main already"),

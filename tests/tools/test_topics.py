@@ -70,7 +70,8 @@ def test_wheel_of_chosen_topics_has_what_they_need(topics: Project) -> None:
     (path,) = (topics.root / "dist").glob("*.whl")
     assert re.match(r"vllm-1\.2\.3\+envelope\.2\.t[0-9a-f]{8}-", path.name)
     topics.ok("verify", "--topics", "use-spare", str(path))
-    assert "the file name should be" in topics.fails("verify", str(path))
+    error = topics.fails("verify", str(path))
+    assert f"{path.name} is the wheel of chosen patches" in error
     assert "'make overlay'" in topics.fails("image", "--topics", "use-spare")
 
 
@@ -116,6 +117,8 @@ def test_set_is_closed_over_what_its_cure_relies_on(
     (path,) = (topics.root / "dist").glob("*.whl")
     assert re.match(r"vllm-1\.2\.3\+envelope\.spare\.3\.g[0-9a-f]{8}-", path.name)
     topics.ok("verify", "--set", "spare", str(path))
+    error = topics.fails("verify", str(path))
+    assert f"{path.name} is the wheel of set spare: 'make verify SET=spare'." in error
     official = make()
     topics.ok("overlay", "--set", "spare")
     (official.overlay,) = (topics.root / "dist").glob("*.pyz")
@@ -136,8 +139,13 @@ def test_set_is_closed_over_what_its_cure_relies_on(
 
 
 def test_unknown_topic_is_refused(topics: Project) -> None:
-    error = topics.fails("build_wheel", "--topics", "other")
-    assert "no topic 'other'. They are: add-spare, use-spare" in error
+    for asked, told in {
+        "spare": "Nearest: add-spare, use-spare.",
+        "plane": "Nearest: plan-e, plan-f.",
+        "xyz": "patches/README.md lists all.",
+    }.items():
+        error = topics.fails("build_wheel", "--topics", asked)
+        assert error == f"error: no patch '{asked}'. {told}\n"
 
 
 def test_topics_that_do_not_apply_without_others(topics: Project) -> None:
