@@ -23,15 +23,15 @@ $(call needs,torch-tests,TESTS,,TESTS=<pytorch/test> (vgpu/README.md))
 $(call needs,rebase,TO,,TO=<vLLM release> (docs/upstream.md))
 $(call needs,drift,TO,,TO=<vLLM release> (docs/upstream.md))
 $(call needs,pr,TOPIC,FIRST,TOPIC=<patch> or FIRST=<number> (docs/upstream.md))
-WITH_SET := wheel overlay image verify envelope
-WITHOUT_SET := $(filter-out $(WITH_SET) source vgpu plan,$(MAKECMDGOALS))
+WITH_SET := wheel overlay image verify plan envelope
+WITHOUT_SET := $(filter-out $(WITH_SET) source vgpu,$(MAKECMDGOALS))
 $(if $(SET)$(TOPICS),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes the whole \
   series. SET= and TOPICS= are for $(WITH_SET))))
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-##@ Use (the first four, and envelope, take SET=name or TOPICS="a b"; all take BASE=release)
+##@ Use (the first five, and envelope, take SET=name or TOPICS="a b"; all take BASE=release)
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
