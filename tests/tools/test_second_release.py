@@ -220,5 +220,15 @@ def test_it_has_no_patches_to_move(second: Project) -> None:
 
 def test_check_takes_each_topic_as_it_was_merged(second: Project) -> None:
     mended(second)
-    shown = second.ok("check", *ON, "--no-tests", "--alone", "applies.patch")
-    assert shown == "applies.patch: ok\n"
+    for alone in ((), ("--alone",)):
+        shown = second.ok("check", *ON, "--no-tests", *alone, "applies.patch")
+        assert shown == "applies.patch: ok\n"
+
+
+def test_names_that_differ_have_the_reasons_of_the_series(second: Project) -> None:
+    name = "vllm/gone.py: UNUSED: was 1, is 2"
+    assert name in second.fails("api", *ON)
+    reason = '["vllm/gone.py"]\nUNUSED = "two are"\n'
+    (second.patches / "changes.toml").write_text(reason)
+    error = second.fails("api", *ON)
+    assert name not in error and "vllm/plan.py: a: is gone" in error
