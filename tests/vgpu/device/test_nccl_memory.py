@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 import pytest
 
@@ -43,8 +43,6 @@ def suspended(rank: int, ranks: int, meet: str) -> None:
 
 @pytest.mark.vgpu(memory="2GiB", devices=2, nccl_channels=24, nccl_p2p_channels=32)
 def test_it_tells_what_it_holds() -> None:
-    if not hasattr(CDLL("libnccl.so.2"), "ncclCommMemStats"):
-        pytest.skip("NCCL before 2.29.7")
     assert in_ranks(2, suspended) == [0, 0]
 
 
