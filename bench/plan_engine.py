@@ -166,6 +166,7 @@ def change_worker(result: dict[str, Any]) -> None:
     watch(result, Path(os.environ[TOLD]))
     sample_without_kernels()
     quantize_without_weights()
+    fill_without_copies()
     compare_scales_on_host()
     count_repeats_on_host()
     broadcast_objects_without_kernels()
@@ -278,6 +279,23 @@ def quantize_all(config_class: Any) -> None:
         ]
 
     config_class.maybe_update_config = maybe_update_config
+
+
+def fill_without_copies() -> None:
+    """Dummies of 8 bits are made from a copy of 16, which a checkpoint's weights are
+    not: leave them as they are, as kernels compute nothing here."""
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    name = "initialize_single_dummy_weight"
+    fill = getattr(weight_utils, name)
+
+    def initialize(param: Any, *args: Any, **options: Any) -> None:
+        if not (param.is_cuda and param.is_floating_point() and param.itemsize == 1):
+            fill(param, *args, **options)
+
+    for module in weight_utils, dummy_loader:
+        if hasattr(module, name):
+            setattr(module, name, initialize)
 
 
 def untie_as_the_checkpoint(made: Any) -> None:

@@ -26,8 +26,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, int | None, str]]:
         return
     notes = {
         "kv_cache": f"{result['blocks']} blocks, {plan.tokens:,} tokens",
-        "cuda_graphs": f"{gib(result['graphs_estimated']).strip()} estimated",
+        "cuda_graphs": f"{gib(result.get('graphs_estimated', 0)).strip()} estimated",
     }
+    if "loading_peak" in result:
+        notes["weights"] = f"{gib(result['loading_peak']).strip()} while they load"
     for name, size in (result["in_use"] | plan.set_aside()).items():
         yield f"  {name.replace('_', ' ')}", size, notes.get(name, "")
     yield "  left", plan.left(), ""
@@ -53,9 +55,10 @@ def table(plan: Plan) -> str:
             if size is not None:
                 lines.append(f"{name:<24}{gib(size)}  {note}".rstrip())
     if plan.fits:
-        lines.append(
-            f"It fits: {result['concurrency']:.2f} requests of full length at once."
-        )
+        holds = "no KV cache."
+        if plan.requests is not None:
+            holds = f"{plan.requests:.2f} requests of full length at once."
+        lines.append(f"It fits: {holds}")
     else:
         lines.append(f"It does not fit: {why(result)}")
     return "\n".join(line for line in lines if line)
@@ -72,7 +75,7 @@ def swept_row(label: str, plan: Plan) -> str:
     for key in ("weights", "activations", "kv_cache"):
         size = result.get(key) if plan.fits or key == "weights" else None
         cells.append("" if size is None else f"{size / GIB:.2f}")
-    full = f"{result['concurrency']:.2f}" if plan.fits else ""
+    full = "" if plan.requests is None else f"{plan.requests:.2f}"
     cells += [f"{plan.tokens:,}" if plan.fits else "", full]
     return f"| {' | '.join(cells)} |"
 

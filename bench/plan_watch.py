@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vgpu import control
+
 PHASES = {
     "init_device": "device",
     "load_model": "weights",
@@ -83,6 +85,7 @@ class Measured:
     def __init__(self, result: dict[str, Any]) -> None:
         self.result = result
         self.profiles: list[Any] = []  # none with --kv-cache-memory-bytes
+        self.held = 0
 
     def device(self, worker: Any, _: Any) -> None:
         now = worker.init_snapshot
@@ -100,11 +103,16 @@ class Measured:
             "v2": bool(getattr(worker, "use_v2_model_runner", False)),
             "device": str(worker.device),
         }
+        if "VGPU_RUN" in os.environ:
+            self.held = control.process_used(worker.device.index)
 
     def weights(self, worker: Any, _: Any) -> None:
         self.result["weights"] = int(worker.model_runner.model_memory_usage)
         self.result["weights_fp8"] = in_eight_bits(worker.get_model())
         self.result["attention"] = backends(worker)
+        if "VGPU_RUN" in os.environ:
+            peak = control.process_peak(worker.device.index)
+            self.result["loading_peak"] = peak - self.held
 
     def profiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @contextlib.contextmanager
@@ -142,8 +150,6 @@ class Measured:
     def whole(self, worker: Any, _: Any) -> None:
         self.result.update(account(worker.init_snapshot, self.result))
         if "VGPU_RUN" in os.environ:
-            from vgpu import control
-
             self.result["peak"] = control.process_peak(worker.device.index)
 
 

@@ -119,17 +119,27 @@ class Plan:
         return int(self.result.get("kv_tokens", 0))
 
     @property
+    def requests(self) -> float | None:
+        """Of full length, at once; None: a model without a KV cache."""
+        found: float | None = self.result.get("concurrency")
+        return found
+
+    @property
     def weights_fit(self) -> bool:
-        """False: the weights alone exceed the request."""
+        """False: the weights alone exceed the request, or loading them ended it."""
         weights = self.result.get("weights") or 0
-        return self.fits or weights <= self.result.get("requested", weights)
+        room = self.result.get("requested", weights)
+        loaded = self.result.get("phase") != "weights"
+        return self.fits or (weights <= room and (loaded or not weights))
 
     def in_short(self) -> str:
         if not self.fits:
             return f"does not fit ({why(self.result)})"
+        if self.requests is None:
+            return "fits: no KV cache"
         return (
             f"fits: {self.tokens:,} tokens of KV cache, "
-            f"{self.result['concurrency']:.2f} requests of full length"
+            f"{self.requests:.2f} requests of full length"
         )
 
     def report(self) -> dict[str, Any]:
@@ -332,4 +342,7 @@ def why(result: Mapping[str, Any]) -> str:
             f"{requested / GIB:.2f} GiB requested"
         )
     text = " ".join(str(result["error"]).split())
-    return text if len(text) < 300 else text[:297] + "..."
+    text = text if len(text) < 300 else text[:297] + "..."
+    if result.get("phase") == "weights" and weights:
+        text = f"loading takes more than the {weights / GIB:.2f} GiB of weights: {text}"
+    return text

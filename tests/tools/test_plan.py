@@ -19,6 +19,7 @@ from bench.plan import (
     simulate_with_changes,
     swept_values,
 )
+from bench.plan_tables import swept_row, table
 from bench.simulated_start import Asked, Plan, Release, of_dummies, of_hub, ranks, why
 from scripts import topics
 from scripts.commands import REPOSITORY, Problem
@@ -252,6 +253,29 @@ def test_weights_in_eight_bits_are_those_that_were_counted(tmp_path: Path) -> No
 
     assert first(19) == ["--quantization", "fp8"]
     assert first(20) == ["--tensor-parallel-size", "2"]
+
+
+def test_loading_that_does_not_fit_is_said_and_given_room(tmp_path: Path) -> None:
+    """A shorter request would not help, though the weights alone fit."""
+    told = {"weights": 15 * GIB, "total": 24 * GIB, "requested": 20 * GIB}
+    of = plan(tmp_path, config=MODEL | {"quantization_config": {}}, **told)
+    assert ["--enforce-eager"] in list(changes(of))
+    assert why(of.result) == "CUDA out of memory."
+    of.result["phase"] = "weights"
+    assert why(of.result) == (
+        "loading takes more than the 15.00 GiB of weights: CUDA out of memory."
+    )
+    assert [" ".join(change) for change in changes(of)] == [
+        "--gpu-memory-utilization 0.97", "--tensor-parallel-size 2",
+    ]  # fmt: skip
+
+
+def test_model_without_a_kv_cache_fits(tmp_path: Path) -> None:
+    told = {"outcome": "started", "version": "0.33.0"}
+    of = plan(tmp_path, config=MODEL, **told)
+    assert of.in_short() == "fits: no KV cache"
+    assert table(of).endswith("It fits: no KV cache.")
+    assert swept_row("one", of) == "| one | yes |  |  |  | 0 |  |"
 
 
 def test_more_of_the_card_is_tried_where_it_holds_the_weights(tmp_path: Path) -> None:

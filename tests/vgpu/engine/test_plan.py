@@ -17,6 +17,7 @@ from bench.plan import number
 from bench.plan_engine import (
     Dropped,
     dropped,
+    fill_without_copies,
     quantize_without_weights,
     refuse_dropped,
     sample_without_kernels,
@@ -68,6 +69,8 @@ def test_where_memory_will_go(release: str, tmp_path: Path) -> None:
     assert result["max_num_batched_tokens"] == 2048  # that of `vllm serve`
     # PyTorch's segments of the weights, which it rounds to 2 MiB.
     assert WEIGHTS <= result["weights"] < WEIGHTS + (8 << 20)
+    assert result["weights"] <= result["loading_peak"] < result["peak"]
+    assert " while they load\n" in said
     assert result["kv_tokens"] == result["blocks"] * 16
     assert result["kv_cache"] == result["blocks"] * 16 * 4 * 2 * 2 * 128 * 2
     assert result["requested"] == math.ceil(result["total"] * 0.92)
@@ -320,6 +323,17 @@ def test_head_is_untied_if_that_of_the_checkpoint_differs(
     assert made.hf_config.tie_word_embeddings == (head != "different")
     # Dummies are equal: vLLM would tie them again.
     assert not made.word_embeddings_untied_by_checkpoint
+
+
+@pytest.mark.vgpu(memory="1GiB")
+def test_dummies_of_eight_bits_take_no_copy() -> None:
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader
+
+    fill_without_copies()
+    weight = torch.empty(1 << 20, dtype=torch.float8_e4m3fn, device="cuda")
+    dummy_loader.initialize_single_dummy_weight(weight)
+    assert torch.cuda.max_memory_allocated() == weight.nbytes
 
 
 @pytest.mark.vgpu(memory="1GiB")
