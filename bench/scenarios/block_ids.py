@@ -52,7 +52,8 @@ def _watch_worker(module: Any) -> None:
 
 
 def _watch_dummy_context(module: Any) -> None:
-    wrap(module, "set_dummy_context", _checked(_of_dummy_context))
+    if hasattr(module, "set_dummy_context"):  # not in 0.32.0
+        wrap(module, "set_dummy_context", _checked(_of_dummy_context))
 
 
 def _of_all_groups(
