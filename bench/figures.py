@@ -29,11 +29,8 @@ SERVING = "docs/fragmentation.md"
 START_TIME = "docs/extensible-kv-cache.md"
 FIRST_START = "docs/first-start.md"
 SUGGESTED = "docs/suggested-kv-cache.md"
-HYBRID_BUILD = "docs/data/hybrid-build.md"
 REAL = "docs/plan-against-real-cards.md"
-PINNING = (
-    "patches/v0.33.0/pin-what-level-1-sleep-offloads-by-the-page-and-give-it-back.patch"
-)
+PINNING = "patches/v0.33.0/keep-the-state-of-sleep-mode-in-the-extension.patch"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -261,20 +258,6 @@ def start_time(root: Path, column: int) -> str:
     return f"{span([float(row[column]) for row in rows], '.2f')} of stock"
 
 
-def hybrid_build(root: Path, kernels: str, room: str) -> str:
-    rows = table(root / HYBRID_BUILD, "| kernels | room, GiB |")
-    ratios = [float(row[6]) for row in rows if row[:2] == [kernels, room]]
-    if len(ratios) != 3:
-        raise Problem(f"{HYBRID_BUILD} has {len(ratios)} rows of {kernels}, not 3.")
-    return f"{span(ratios, '.2f')} times stock's CPU time"
-
-
-def hybrid_launches(root: Path) -> str:
-    rows = table(root / HYBRID_BUILD, "| kernels | room, GiB |")
-    most = max(int(row[10]) / int(row[9]) for row in rows)
-    return f"up to {most:.1f} times as many kernels"
-
-
 def real_cards(root: Path, runs: str) -> str:
     for row in table(root / REAL, "| runs | quantity |"):
         if row[:2] == [runs, "KV tokens"]:
@@ -461,12 +444,6 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "remapping": remapping,
     "start-time": lambda root: start_time(root, 3),
     "start-time-extensible": lambda root: start_time(root, 5),
-    "hybrid-build-triton": lambda root: hybrid_build(root, "triton", "0"),
-    "hybrid-build-flashinfer": lambda root: hybrid_build(root, "flashinfer", "0"),
-    "hybrid-build-flashinfer-room": lambda root: hybrid_build(root, "flashinfer", "1"),
-    "hybrid-build-mamba2": lambda root: hybrid_build(root, "mamba2", "0"),
-    "hybrid-build-mamba2-room": lambda root: hybrid_build(root, "mamba2", "1"),
-    "hybrid-launches": hybrid_launches,
     "real-cards": lambda root: real_cards(root, "config exact, same release"),
     "pinning": pinning,
     "pinning-span": lambda root: span(pinning_each(root), ".2f"),

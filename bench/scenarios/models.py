@@ -185,6 +185,43 @@ MODELS["vision hybrid"] = {
     "image_token_id": 5,
     "video_token_id": 6,
 }
+# Quantized weights. Kernels want another layout than the checkpoint: loading has both
+# for a moment. Of the experts it has a layer twice, which is most of the model.
+EXPERTS = MODELS["qwen-30b-a3b"] | {"vocab_size": 32000, "num_hidden_layers": 2}
+MODELS |= {
+    "GPTQ experts": EXPERTS
+    | {
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "desc_act": False,
+            "sym": True,
+            "dynamic": {"-:.*gate$": {}},
+        }
+    },
+    "AWQ experts": EXPERTS
+    | {
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["gate"],
+        }
+    },
+    "FP8 experts": EXPERTS
+    | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate"],
+        }
+    },
+}
+
 # Large enough to keep a GPU busy; two of them fit on one with 16 GiB.
 LARGE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -433,6 +470,23 @@ MODELS |= {
         "decoder_start_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
+    },
+}
+MODELS["MXFP4"] = MODELS["GPT-OSS"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
     },
 }
 # With heads as DeepSeek-V2-Lite, two of its layers, and smaller experts.

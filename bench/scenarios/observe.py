@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
@@ -44,17 +45,15 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
         result["estimate"] = estimate
         return int(result["kv"])
 
-    Worker.determine_available_memory = profiling
-    if hasattr(Worker, "more_kv_cache_memory"):  # not in the release
-        ask_more = Worker.more_kv_cache_memory
+    Worker.determine_available_memory = functools.wraps(profile)(profiling)
+    if hasattr(Worker, "measure_available_kv_cache_memory"):  # not in the release
+        measure = Worker.measure_available_kv_cache_memory
 
-        def asking_more(worker: Worker) -> int | None:
-            more: int | None = ask_more(worker)
-            if more:
-                result["kv"] += more
-            return more
+        def measuring(worker: Worker) -> int:
+            result["kv"] = int(measure(worker))
+            return int(result["kv"])
 
-        Worker.more_kv_cache_memory = asking_more
+        Worker.measure_available_kv_cache_memory = measuring
     for runner in V1, V2:
         record_capture(runner, result)
 
@@ -111,6 +110,7 @@ def time_phases(seconds: dict[str, float]) -> None:
     def timed(name: str) -> None:
         method = getattr(Worker, name)
 
+        @functools.wraps(method)
         def phase(*arguments: Any, **keywords: Any) -> Any:
             began = time.perf_counter()
             outcome = method(*arguments, **keywords)
@@ -144,6 +144,7 @@ def time_details() -> dict[str, list[float]]:
         if original is None:  # not in each build
             return
 
+        @functools.wraps(original)
         def call(*arguments: Any, **keywords: Any) -> Any:
             entry = details.setdefault(f"{open_phases[-1]}: {name}", [0.0, 0])
             open_phases.extend([name] * phase)
@@ -207,7 +208,7 @@ def move_as(phase: str, size: Any) -> None:
         "load": [(Worker, "load_model")],
         "profile": [(Worker, "determine_available_memory")],
         "profile_graphs": [(runner, "profile_cudagraph_memory") for runner in (V1, V2)],
-        "first_batch": [(V1, "run_first_batch"), (cudagraph_utils, "run_first_batch")],
+        "first_batch": [(V1, "run_largest_batches"), (V2, "run_largest_batches")],
         "first_graph": [
             (V1, "_warmup_and_capture"),
             (cudagraph_utils.ModelCudaGraphManager, "capture"),
@@ -231,12 +232,11 @@ def move_as(phase: str, size: Any) -> None:
 def hold_for_a_moment(when: str, size: int) -> None:
     """Let another process take `size` bytes, or all that is free but `-size`, and
     release them soon: "loaded" and before the profiled pass, "profiling" (that pass) or
-    "profiled" and before there is a KV cache, "torn down" (the KV cache of graph
-    profiling) and before that, "warming up" or "warm" and before the start is over.
+    "profiled" and before there is a KV cache, "warming up" or "warm" and before the
+    start is over.
     """
     import torch
     from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
@@ -244,11 +244,13 @@ def hold_for_a_moment(when: str, size: int) -> None:
     from bench.scenarios import device
 
     held: list[int] = []
+    taken: list[int] = []
 
     def take(*_: Any) -> None:
-        if not held:
+        if not taken:
             free = torch.cuda.mem_get_info()[0]
-            held.append(size if size > 0 else free + size)
+            taken.append(size if size > 0 else free + size)
+            held.append(taken[0])
             device.other_process(held[0])
 
     def release(*_: Any) -> None:
@@ -273,10 +275,6 @@ def hold_for_a_moment(when: str, size: int) -> None:
             take()
 
         gpu_worker.memory_profiling = profiled
-        before(Worker, "initialize_from_config", release)
-    elif when == "torn down":
-        before(V1, "_cleanup_profiling_kv_cache", take)
-        before(cudagraph_utils, "_teardown_profiling_state", take)
         before(Worker, "initialize_from_config", release)
     elif when == "warming up":
         before(gpu_worker, "kernel_warmup", take)

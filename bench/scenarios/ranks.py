@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     # Seconds after which a start that has not ended "hangs"; the first one of all
     # compiles kernels, for minutes where two cores do other work, too.
     "patience": 300,
-    "executor": "mp",
+    "executor": "mp",  # or "ray", or a class by its name
     "method": "fork",  # how workers are started
     "engine_process": False,  # the engine core is a process, as when serving
     "serve": False,  # the engine is one that serves; it does not generate
@@ -59,7 +59,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 # Seconds that processes which are about to end get to do so.
-LEAVING = {"mp": 0.2, "ray": 5.0}
+LEAVING = {"ray": 5.0}
 # Ray's own processes, some of which look for their parent now and then.
 CLUSTER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/dashboard/agent.py")
 ACTOR = "ray::RayWorkerProc"
@@ -98,7 +98,7 @@ def engines(case: dict[str, Any]) -> list[dict[str, Any]]:
             result = json.loads(told.read_text())
         else:
             result = {"outcome": "hangs" if status is None else "died"}
-        result["left"] = left(child, LEAVING[case["executor"]])
+        result["left"] = left(child, LEAVING.get(case["executor"], 0.2))
         result["left_shared"] = left_shared(child)
         if (failed := folder.joinpath("failed")).exists():
             result["failed_after"] = ended - float(failed.read_text())
@@ -233,8 +233,8 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
 
 
 def sleep_fails(llm: Any) -> dict[str, dict[str, Any]]:
-    """The second device lacks memory for NCCL as all wakes up; then its worker cannot
-    keep its weights. Memory of each device after each step, and the step's result."""
+    """The second device lacks memory as all wakes up; then its worker cannot keep its
+    weights. Memory of each device after each step, and the step's result."""
     from vgpu import control
 
     steps: dict[str, dict[str, Any]] = {}
@@ -250,7 +250,7 @@ def sleep_fails(llm: Any) -> dict[str, dict[str, Any]]:
     step("awake", llm.llm_engine.is_sleeping)
     step("sleep", llm.sleep)
     pooled = llm.collective_rpc("tell")[1]["pooled"]
-    control.other_process(control.available(1) - pooled - (16 << 20), 1)
+    control.other_process(control.available(1) - pooled + (16 << 20), 1)
     step("wake without room", llm.wake_up)
     control.other_process(-control.other(1), 1)
     step("wake", llm.wake_up)

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # level
     "refused": "",  # the call of the driver that fails, as where it cannot map memory
     "greedy": False,  # another process takes all that is free after the start
+    "warm_again": 0,  # how often it warms up again, as after new weights
     "generate": 0,  # tokens
     "beyond": False,  # then name a block that is not there: see block_ids.py
     # Serve the largest batches within the request, or with so many bytes left, or
@@ -129,6 +130,8 @@ def run(asked: dict[str, Any], result: dict[str, Any]) -> None:
         from vgpu import control
 
         control.other_process(control.available())
+    for _ in range(asked.get("warm_again", 0)):
+        llm.collective_rpc("compile_or_warm_up_model")
     if tokens := asked.get("generate"):
         result["tokens"] = generate(llm, tokens)
     if asked.get("beyond"):
@@ -297,6 +300,7 @@ def engine(asked: dict[str, Any], result: dict[str, Any]) -> Any:
         "used": device.used(),
         "reserved": torch.cuda.memory_reserved(),
         "kernels": device.kernels(),
+        "told_above": llm.collective_rpc(told_above)[0],
         "memory": llm.collective_rpc(memory)[0] | {"graphs": result.get("graphs", 0)},
     }
     return llm
@@ -388,6 +392,13 @@ def set_aside(worker: Any) -> int | None:
     """For fragmentation, in bytes; None: by the official release, which does not."""
     told = getattr(worker, "startup_memory", None)
     return getattr(told, "fragmentation_buffer", None)
+
+
+def told_above(worker: Any) -> dict[str, int]:
+    """Bytes above the request, by phase of the start; of the release, which tells none,
+    nothing."""
+    told = getattr(worker, "startup_memory", None)
+    return dict(getattr(getattr(told, "report", None), "above_request", {}))
 
 
 def generate(llm: Any, tokens: int) -> list[int]:

@@ -491,7 +491,7 @@ def ours(project: Project) -> Project:
 
 
 FIRST = "treat-every-cumem-allocation-on-its-own"
-REMOVES = "let-pytorch-release-the-memory-that-sleep-mode-pools-free"
+REMOVES = "keep-the-state-of-sleep-mode-in-the-extension"
 
 
 def release(

@@ -15,9 +15,7 @@ NAMED = (
     "a failure before others reply",
     "a failure beside a slow rank",
     "a reply after the timeout",
-    "a failure of a rank that is not asked",
-    "a step that all fail before a slow call",
-    "a step that fails and is timed out before a slow call",
+    "a failure in a step of a rank that is not asked",
     "a step that one fails",
     "a large reply",
     "a failure in a step that others overtake",
@@ -43,13 +41,11 @@ def check(result: dict[str, Any]) -> None:
 def test_outcomes_of_a_call(tmp_path: Path) -> None:
     result = calls("envelope", tmp_path, named=NAMED)
     check(result)
-    # A step ends the executor that served those before it, and another one the next.
-    assert result["seen"]["executors"] == 2
-    assert result["outcomes"]["a step that one fails"][-1] == ["ended", 1]
-    overtaken = result["outcomes"]["a failure in a step that others overtake"]
-    assert overtaken[-1] == ["ended", 1]
-    # While replies came in time: the steps take three seconds.
-    assert overtaken[80][0] == "ended"
+    # Steps end their executor: one serves those before, and another one the next.
+    steps = [came for name, came in result["outcomes"].items() if "step" in name]
+    assert all(came[-1] == ["ended", 1] for came in steps)
+    # None of the steps after the one that rank 1 failed has an output.
+    assert {outcome for outcome, *_ in steps[-1]} == {"ended"}
 
 
 def test_release_shifts_replies(tmp_path: Path) -> None:

@@ -130,27 +130,5 @@ def test_memory_that_stays_is_counted(name: str, tmp_path: Path) -> None:
     cold, warm = cold_and_warm(case, "envelope", tmp_path, device)
     outside = [r["report"]["in_use"]["outside_torch"] for r in (cold, warm)]
     assert outside[0] != outside[1] and min(outside) > 0
-    assert cold["kv"] + outside[0] == warm["kv"] + outside[1]
-
-
-@pytest.mark.parametrize(
-    "v2",
-    [pytest.param(False, id="v1", marks=long), pytest.param(True, id="v2", marks=full)],
-)
-def test_compiling_in_too_little_is_told(v2: bool, tmp_path: Path) -> None:
-    """One start with more is enough, as the error says."""
-    device: dict[str, object] = {"memory": 2560 * MIB}
-    little = HYBRID | {
-        "v2": v2,
-        "llm": HYBRID["llm"] | {"gpu_memory_utilization": 0.19},
-    }
-    (refused,) = starts(little, "envelope", tmp_path, device, times=1)
-    assert refused["outcome"] == "ValueError"
-    assert refused["error"].startswith("Compiling and tuning kernels takes more")
-    for cache in ("vllm", "triton"):
-        assert str(tmp_path / "envelope/caches" / cache) in refused["error"]
-    more = little | {"llm": HYBRID["llm"] | {"gpu_memory_utilization": 0.4}}
-    (filled,) = starts(more, "envelope", tmp_path, device, times=1)
-    (started,) = starts(little, "envelope", tmp_path, device, times=1)
-    assert filled["outcome"] == started["outcome"] == "started"
-    assert started["process_peak"] <= 0.19 * 2560 * MIB
+    # Pages of 2 MiB, at the end of each layer.
+    assert abs(cold["kv"] + outside[0] - warm["kv"] - outside[1]) <= 16 * MIB

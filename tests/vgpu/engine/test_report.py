@@ -94,7 +94,7 @@ def test_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
         assert report["kv_cache_blocks"] == result["blocks"]
         assert report["kv_cache_tokens"] == 16 * result["blocks"]
         assert report["in_use"]["cuda_graphs"] == result["graphs"]
-        assert report["cuda_graphs_estimated"] == result["estimate"]
+        assert not report["cuda_graphs_estimated"]
         # The driver's part of the graphs is in their row.
         assert report["in_use"]["outside_torch"] == 0
 

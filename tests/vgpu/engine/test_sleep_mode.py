@@ -200,7 +200,7 @@ def test_host_memory_of_level_1(model: str, layers: int, tmp_path: Path) -> None
     assert result["awake"] == result["asleep"]
     result = run("host_memory", case, vllm="envelope", device=device, folder=tmp_path)
     assert result["weights"] <= result["asleep"] <= 1.01 * result["weights"]
-    assert result["awake"] == result["asleep"]  # the host has as much again
+    assert result["awake"] == result["asleep"]  # kept for the next sleep
     case["environment"] = {"VLLM_SLEEP_MODE_KEEP_HOST_MEMORY": "0"}
     result = run("host_memory", case, vllm="envelope", device=device, folder=tmp_path)
     assert result["asleep"] > result["awake"] == 0

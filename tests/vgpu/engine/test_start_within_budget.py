@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.vgpu.engine.harness import run
+from tests.vgpu.engine.harness import HOOKS, run
 
 MIB = 2**20
 MEMORY = 2560 * MIB
@@ -92,31 +92,62 @@ def test_patched_keeps_its_word_with_a_hybrid(v2: bool, tmp_path: Path) -> None:
 def check_word_was_kept(started: list[dict[str, Any]]) -> None:
     for result in started:
         assert result["outcome"] == "started" and result["within"], result
-        assert off(result) <= 32 * MIB
 
 
-@pytest.mark.parametrize("v2", [V2])
-def test_patched_refuses_with_flags_that_do(v2: bool, tmp_path: Path) -> None:
-    """A state for each sequence does not fit: found before graphs are profiled."""
-    asked = case("hybrid", v2, 48, fragmentation_buffer_bytes=512 * MIB)
-    (refused,) = starts([asked], "envelope", tmp_path)
-    assert refused["outcome"] == "ValueError" and refused["within"]
-    needed = re.search(
-        r"KV cache of 128 blocks, .* which is (\d+) bytes .* (\d+) bytes .* available",
-        refused["error"],
-    )
-    assert needed and int(needed[1]) > int(needed[2])
-    utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", refused["error"])
-    sequences = re.search(r"--max-num-seqs (\d+)", refused["error"])
-    assert utilization and sequences and "--enforce-eager" in refused["error"]
-    each: list[dict[str, Any]] = [
-        {"gpu_memory_utilization": float(utilization[1])},
-        {"max_num_seqs": int(sequences[1])},
-        {"enforce_eager": True, "compilation_config": {}},
-    ]
-    again = [asked | {"llm": asked["llm"] | flags} for flags in each]
-    for result in starts(again, "envelope", tmp_path):
-        assert result["outcome"] == "started" and result["within"], result
+def outcomes(
+    cases: list[dict[str, Any]], vllm: str, memory: int, folder: Path
+) -> list[dict[str, Any]]:
+    told = run(
+        "start_each", cases, vllm=vllm, device={"memory": memory}, hooks=HOOKS,
+        folder=folder,
+    )  # fmt: skip
+    return list(told["every"])
+
+
+def test_weights_that_are_packed_again_refuse_nothing(tmp_path: Path) -> None:
+    """A layer's experts are there twice for a moment, above the request. The limit in
+    bytes allows no moment."""
+    memory, share = 4 << 30, 0.3
+    asked: dict[str, Any] = {
+        "model": "GPTQ experts",
+        "generate": 2,
+        "llm": {
+            "gpu_memory_utilization": share,
+            "max_num_batched_tokens": 512,
+            "max_model_len": 512,
+            "moe_backend": "marlin",
+            "linear_backend": "marlin",
+        },
+    }
+    limit = asked["llm"] | {"gpu_memory_limit_bytes": int(share * memory)}
+    (stock,) = outcomes([asked], "official", memory, tmp_path)
+    cases = [asked | {"report": True}, asked | {"llm": limit}]
+    told, limited = outcomes(cases, "envelope", memory, tmp_path)
+    requested = math.ceil(share * memory)
+    assert stock["tokens"] == told["tokens"] and stock["process_peak"] > requested
+    (phase, above), *rest = told["report"]["above_request"].items()
+    assert phase == "load" and not rest
+    assert abs(told["process_peak"] - requested - above) < MIB
+    assert told["used"] <= requested
+    assert limited["outcome"] == "ValueError" and not limited.get("tokens")
+    assert "increase --gpu-memory-limit-bytes" in limited["error"]
+    assert "--quantization" not in limited["error"]
+
+
+def test_worker_that_warms_up_again_while_it_serves(tmp_path: Path) -> None:
+    """As after weights of a trainer. Its graphs are captured again each time, and may
+    exceed what the start requested."""
+    config = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    asked = {
+        "v2": False,
+        "graphs": True,
+        "warm_again": 3,
+        "generate": 2,
+        "llm": {"compilation_config": config | {"cudagraph_capture_sizes": [1, 2, 4]}},
+    }
+    for vllm in "official", "envelope":
+        (result,) = outcomes([asked], vllm, 2 << 30, tmp_path)
+        assert result.get("tokens") == [2] * 4, result
 
 
 def test_graphs_that_are_not_captured_refuse_nothing(tmp_path: Path) -> None:
@@ -140,12 +171,3 @@ def test_patched_refuses_what_the_official_finds_too_late(
     asked = case("hybrid", v2, 45, max_num_seqs=512)
     (ours,) = starts([asked], "envelope", tmp_path)
     assert ours["outcome"] == "ValueError" and ours["within"], ours
-
-
-@pytest.mark.parametrize("v2", [V1, V2])
-def test_profiling_again_gives_the_same(v2: bool, tmp_path: Path) -> None:
-    asked = case("dense", v2, 50) | {"profiles": 2}
-    (result,) = starts([asked], "envelope", tmp_path)
-    assert result["outcome"] == "started" and result["within"], result
-    first, second = result["estimates"]
-    assert first == second > 0

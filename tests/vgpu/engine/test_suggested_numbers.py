@@ -37,7 +37,6 @@ HYBRID: dict[str, Any] = {
         },
     },
 }
-SMALL = {"gpu_memory_limit_bytes": 1229 * MIB, "fragmentation_buffer_bytes": 512 * MIB}
 
 
 def asks(then: dict[str, Any], serve: bool | str = True, **llm: Any) -> dict[str, Any]:
@@ -73,24 +72,7 @@ def that_kv_cache(case: dict[str, Any], _: dict[str, Any], said: Any) -> Any:
     return [asks(case, "alone", kv_cache_memory_bytes=int(said[0]))]
 
 
-def graphs_fit(case: dict[str, Any], _: dict[str, Any], said: Any) -> Any:
-    utilization, limit, sequences = said
-    return [
-        asks(
-            case,
-            gpu_memory_utilization=float(utilization),
-            gpu_memory_limit_bytes=int(limit),
-        ),
-        asks(case, max_num_seqs=int(sequences)),
-        asks(case, enforce_eager=True, compilation_config={}),
-    ]
-
-
 FITS_NOW = r"at most (\S+) fits now.*at most (\d+) fits now"
-GRAPHS = (
-    r"--gpu-memory-utilization ([\d.]+) with --gpu-memory-limit-bytes (\d+); "
-    r"--max-num-seqs (\d+); --enforce-eager"
-)
 SAYS = {
     "a neighbour": Says(
         {"held": 5 * GIB, "llm": {"gpu_memory_utilization": 0.9}},
@@ -148,12 +130,6 @@ SAYS = {
         {"llm": {"gpu_memory_limit_bytes": 9 * GIB, "gpu_memory_utilization": 0.9}},
         r"Set it to at most (\d+) or leave it out",
         lambda case, _, said: [asks(case, gpu_memory_limit_bytes=int(said[0]))],
-    ),
-    "CUDA graphs, and a limit": Says(
-        {**HYBRID, "llm": {**HYBRID["llm"], **SMALL}},
-        GRAPHS,
-        graphs_fit,
-        {"memory": 2560 * MIB, "graph": 700 << 10},
     ),
     "blocks of states": Says(
         HYBRID | {"llm": HYBRID["llm"] | {"kv_cache_memory_bytes": 256 * MIB}},

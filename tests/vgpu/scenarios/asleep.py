@@ -24,7 +24,7 @@ from vgpu import control
 
 MIB = 2**20
 # Not cuMemUnmap: memory that a free cannot unmap is lost.
-SLEEP_CALLS = ("cuMemcpyDtoH", "cudaHostRegister", "cuCtxGetCurrent")
+SLEEP_CALLS = ("cuMemcpyDtoH", "cuMemHostRegister", "cuCtxGetCurrent")
 WAKE_CALLS = ("cuMemcpyHtoD", "cuMemCreate", "cuMemMap", "cuMemSetAccess")
 COUNTED = "slept woken refused freed trained captured replayed lost"
 

@@ -61,34 +61,21 @@ def call(ranks: int, method: str = "act", **more: Any) -> Call:
 
 FAILS, DIES = {"goes": "wrong"}, {"goes": "down"}
 FAILS_LATER = {"goes": "wrong later"}  # once all have met
-LATE, SLOW = {"delay": 3.0}, {"delay": 5.0}
+LATE = {"delay": 3.0}
 NAMED: dict[str, list[Call]] = {
     "a failure of all ranks": [call(2, does={0: FAILS, 1: FAILS}), call(2)],
     "a failure before others reply": [call(2, does={0: FAILS}), call(2), call(2)],
     "a failure beside a slow rank": [call(2, does={0: FAILS, 1: LATE}), call(2)],
     "a reply after the timeout": [call(2, does={0: LATE}, timeout=1), call(2), call(2)],
-    "a failure of a rank that is not asked": [
+    "a failure in a step of a rank that is not asked": [
         call(2, "sample_tokens", output=0, does={1: FAILS_LATER}),
         call(2, output=0),
         call(2),
     ],
-    "a step that all fail before a slow call": [
-        call(2, "sample_tokens", ahead=True, does={0: FAILS_LATER, 1: FAILS_LATER}),
-        call(2, does={0: SLOW}),
-        call(2),
-    ],
-    "a step that fails and is timed out before a slow call": [
-        call(2, "sample_tokens", ahead=True, timeout=0.2, does={0: FAILS_LATER}),
-        call(2, does={1: SLOW}),
-        call(2),
-    ],
-    # Rank 0 meets rank 1 in the step after its own, as long as there is one.
+    # With stock, rank 0 meets rank 1 in the step after its own.
     "a failure in a step that others overtake": [
         call(2, "sample_tokens", output=0, ahead=True, does={1: FAILS}),
-        *(
-            call(2, "sample_tokens", output=0, ahead=True, does={0: {"delay": 0.03}})
-            for _ in range(100)
-        ),
+        *(call(2, "sample_tokens", output=0, ahead=True) for _ in range(10)),
     ],
     "a step that one fails": [call(2, "sample_tokens", does={1: FAILS}), call(2)],
     "a large reply": [call(2, does={0: {"delay": 1.0}, 1: {"size": 300 * MIB}})],
@@ -113,8 +100,8 @@ def draw(chance: random.Random, ranks: int, release: bool) -> list[Call]:
             if chance.random() < 0.15:
                 sizes = [1] * 4 + [MIB] * 4 + [15 * MIB, 30 * MIB, 30 * MIB]
                 does["size"] = chance.choice([*sizes, 300 * MIB])
-        if chance.random() < 0.2:
-            wrong = "wrong later" if step and (release or chance.random() < 0.8) else ""
+        if chance.random() < 0.2 and not (step and release):
+            wrong = "wrong later" if step and chance.random() < 0.8 else ""
             for rank in chance.sample(range(ranks), chance.randint(1, ranks)):
                 one["ranks"][rank]["goes"] = wrong or "wrong"
         elif not release and chance.random() < 0.01:
@@ -199,7 +186,7 @@ def outcome(result: Any) -> list[Any]:
     except TimeoutError:
         return ["late"]
     except RuntimeError as error:
-        ended = r"Executor failed\. .*?(?:\brank (\d+) died|failed .*\(rank (\d+)\))"
+        ended = r"Executor failed\. .*?(?:\brank (\d+) |failed .*\(rank (\d+)\))"
         if found := re.search(ended, str(error), re.S):
             return ["ended", int(found[1] or found[2])]
         if found := re.search(r"call (\d+) at rank (\d+)", str(error)):
@@ -260,20 +247,15 @@ def expected(one: Call, number: int, ranks: int) -> tuple[list[list[Any]], list[
     goes = [does["goes"] for does in one["ranks"]]
     asked = list(range(ranks)) if one["output"] is None else [one["output"]]
     may: list[list[Any]] = [["late"]] if one["timeout"] is not None else []
-    failing = [rank for rank in asked if goes[rank].startswith("wrong")]
-    may += [["failed", number, rank] for rank in failing]
+    failing = [rank for rank in range(ranks) if goes[rank].startswith("wrong")]
     ends = [rank for rank in range(ranks) if goes[rank] == "down"]
-    unmet = [rank for rank in range(ranks) if goes[rank] in ("wrong", "down")]
     step = one["method"] != "act"
-    stuck = step and 0 < len(unmet) < ranks
+    stuck = step and {"wrong", "down"} & set(goes)  # Nobody passes the barrier.
     if step:
-        slow = max(does["delay"] for does in one["ranks"]) > 1 or one["ahead"]
-        late = one["timeout"] is not None
-        if stuck or (unmet and (slow or late)):
-            ends = unmet
-    # The others may meet it in a step that has begun.
-    overtaken = stuck and one["ahead"] and not set(asked) & set(unmet)
-    if not failing and (not stuck or overtaken) and not (set(asked) & set(ends)):
+        ends += failing
+    else:
+        may += [["failed", number, rank] for rank in failing if rank in asked]
+    if not stuck and not set(asked) & set(failing + ends):
         replies = [[number, rank, one["ranks"][rank]["size"]] for rank in asked]
         may.append(["replies", replies if one["output"] is None else replies[0]])
     return may, ends
@@ -299,7 +281,7 @@ def judge(
         # A reply may have been read before the end.
         if not (came[1] in ends if came[0] == "ended" else came in may):
             wrong.append(f"call {number}: {came}, not {may} nor ended by {ends}")
-        must = must or bool(more and not may)
+        must = must or bool(more)
     return wrong, ended or must
 
 

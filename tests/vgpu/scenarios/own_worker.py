@@ -1,11 +1,8 @@
-"""Workers and an executor of a caller's own, which derive from vLLM's of 0.33.0."""
+"""Workers of a caller's own, which derive from vLLM's of 0.33.0."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import (
     MemoryProfilingResult,
     MemorySnapshot,
@@ -41,15 +38,3 @@ class ReadsConsumed(Worker):
         available = int(super().determine_available_memory())
         assert self.total_consumed + available <= self.requested_memory
         return available
-
-
-class GoesOnWithItsKVCache(Worker):
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)
-        assert self.model_runner.kv_caches[0].numel() > 0
-
-
-class ExecutorThatGoesOn(UniProcExecutor):
-    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        super().initialize_from_config(kv_cache_configs)
-        assert self.driver_worker.worker.model_runner.kv_caches[0].numel() > 0
