@@ -446,7 +446,6 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "start-time-extensible": lambda root: start_time(root, 5),
     "real-cards": lambda root: real_cards(root, "config exact, same release"),
     "pinning": pinning,
-    "pinning-span": lambda root: span(pinning_each(root), ".2f"),
     "gpu-time": gpu_time,
     "gpu-starts": lambda root: gpu_starts(root, warm=True),
     "gpu-starts-cold": lambda root: gpu_starts(root, warm=False),

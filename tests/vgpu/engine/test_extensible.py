@@ -1,7 +1,4 @@
-"""A KV cache that is extended after warm-up and capture, next to one that is estimated.
-
-Both are ours: `--enable-extensible-kv-cache` or not.
-"""
+"""A KV cache that is extended after warm-up and capture, as it is by default."""
 
 from __future__ import annotations
 
@@ -39,7 +36,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(name: str, v2: bool, extensible: bool, **more: Any) -> dict[str, Any]:
+def case(
+    name: str, v2: bool, extensible: bool | None = None, **more: Any
+) -> dict[str, Any]:
     model = MODELS[name]
     llm = {
         "gpu_memory_utilization": 0.7,
@@ -97,25 +96,12 @@ def test_kv_cache_takes_what_is_left(
 ) -> None:
     """It serves the largest batches within its request, and graphs are captured once:
     none are profiled."""
-    cases = [
-        case(name, v2, extensible, graphs=graphs, serve=True)
-        for extensible in (False, True)
-    ]
-    estimated, extended = starts(cases, tmp_path)
-    for result in estimated, extended:
-        assert result["outcome"] == "started", result
-        assert result["served"] == "lives"
-        assert result["process_peak"] <= REQUESTED
-    assert not extended["report"]["cuda_graphs_estimated"]
-    before, now = (r["report"]["kv_cache"] for r in (estimated, extended))
-    assert now >= before - LOST
-    # The unused part of the estimate is the KV cache's now.
-    left = extended["report"]["left"]
-    assert 0 <= left < LOST
-    if estimated["report"]["left"] > LOST:
-        assert now > before
-    if name == "draft":  # Nothing of profiling is estimated that goes with it.
-        assert now < before + 16 * MIB
+    (result,) = starts([case(name, v2, graphs=graphs, serve=True)], tmp_path)
+    assert result["outcome"] == "started", result
+    assert result["served"] == "lives"
+    assert result["process_peak"] <= REQUESTED
+    assert not result["report"]["cuda_graphs_estimated"]
+    assert 0 <= result["report"]["left"] < LOST
 
 
 @full
@@ -128,18 +114,13 @@ def test_kv_cache_takes_what_is_left(
 def test_graphs_that_cost_more_than_they_say(
     costs: dict[str, object], name: str, tmp_path: Path
 ) -> None:
-    cases = [
-        case(name, True, extensible, graphs=True, serve=True)
-        for extensible in (False, True)
-    ]
-    estimated, extended = starts(cases, tmp_path, SMALL | costs)
-    for result in estimated, extended:
-        assert result["outcome"] == "started", result
-        assert result["served"] == "lives"
-        assert result["process_peak"] <= REQUESTED
-    gained = extended["report"]["kv_cache"] - estimated["report"]["kv_cache"]
-    assert gained >= -LOST
-    assert 0 <= extended["report"]["left"] < LOST
+    (result,) = starts(
+        [case(name, True, graphs=True, serve=True)], tmp_path, SMALL | costs
+    )
+    assert result["outcome"] == "started", result
+    assert result["served"] == "lives"
+    assert result["process_peak"] <= REQUESTED
+    assert 0 <= result["report"]["left"] < LOST
 
 
 @pytest.mark.parametrize(
@@ -150,7 +131,7 @@ def test_nearly_all_of_the_device(v2: bool, tmp_path: Path) -> None:
     the addresses, whatever part of them is mapped."""
     most = {"gpu_memory_utilization": 0.9}
     (result,) = starts(
-        [case("hybrid", v2, True, graphs=True, generate=4, llm=most)], tmp_path
+        [case("hybrid", v2, graphs=True, generate=4, llm=most)], tmp_path
     )
     assert result["outcome"] == "started", result
     assert result["tokens"] == [4] * 4
@@ -187,18 +168,18 @@ def test_warm_up_names_only_mapped_blocks(tmp_path: Path) -> None:
 
 def test_map_shrinks_to_what_fits(tmp_path: Path) -> None:
     """The first graph takes what warm-up left of the request, and more: of 321 blocks
-    that were mapped (24 MiB), 256 stay."""
+    that were mapped (24 MiB), 128 stay."""
     tight = {"gpu_memory_utilization": 0.3, "max_num_seqs": 32, "max_model_len": 512}
     tight |= {"max_num_batched_tokens": 4096}
     (result,) = starts(
-        [case("dense", True, True, graphs=True, generate=4, llm=tight)],
+        [case("dense", True, graphs=True, generate=4, llm=tight)],
         tmp_path,
         SMALL | {"first_graph": 541_000_000},
     )
     assert result["outcome"] == "started", result
     assert result["tokens"] == [4] * 4
-    assert result["report"]["kv_cache"] == 16 * MIB
-    assert result["blocks"] == 256
+    assert result["report"]["kv_cache"] == 8 * MIB
+    assert result["blocks"] == 128
     assert result["process_peak"] <= math.ceil(2560 * MIB * 0.3)
 
 
@@ -207,7 +188,7 @@ def test_map_shrinks_to_what_fits(tmp_path: Path) -> None:
 def test_sleeps_and_wakes_up(v2: bool, level: int, tmp_path: Path) -> None:
     """All of it goes, and comes back with its tag."""
     (result,) = starts(
-        [case("dense", v2, True, graphs=True, sleep=level, generate=4)], tmp_path
+        [case("dense", v2, graphs=True, sleep=level, generate=4)], tmp_path
     )
     assert result["outcome"] == "started", result
     assert result["tokens"] == [4] * 4
@@ -221,7 +202,6 @@ def test_sleeps_and_wakes_up(v2: bool, level: int, tmp_path: Path) -> None:
 )
 def test_blocks_of_the_smallest_rank(llm: dict[str, Any], tmp_path: Path) -> None:
     """The ranks have devices of different size."""
-    llm = llm | {"enable_extensible_kv_cache": True}
     asked = {"graphs": True, "report": True, "generate": 4, "llm": llm}
     result = ranks([asked], "envelope", tmp_path, second='memory = "3GiB"')
     (engine,) = result["every"]
@@ -238,9 +218,7 @@ def test_blocks_of_the_smallest_rank(llm: dict[str, Any], tmp_path: Path) -> Non
 
 def test_no_memory_to_extend(tmp_path: Path) -> None:
     """Another process takes the requested memory, after it was measured."""
-    (result,) = starts(
-        [case("dense", True, True, moved="2GiB", moved_at="extend")], tmp_path
-    )
+    (result,) = starts([case("dense", True, moved="2GiB", moved_at="extend")], tmp_path)
     assert result["outcome"] == "RuntimeError"
     assert "Cannot extend the KV cache from" in result["error"]
 

@@ -72,7 +72,7 @@ def cold_and_warm(
     cold, warm = starts(case, vllm, folder, device)
     assert cold["outcome"] == warm["outcome"] == "started", (cold, warm)
     # A benchmark launches a kernel many times.
-    assert cold["kernels"] > 2 * warm["kernels"]
+    assert cold["kernels"] > 1.5 * warm["kernels"]
     return [cold, warm]
 
 

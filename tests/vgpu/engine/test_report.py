@@ -36,8 +36,9 @@ def fills(v2: bool, phase: str) -> dict[str, Any]:
 EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "load beyond the budget": (
-        case(True, 2), "load", MORE_BUDGET, "--quantization",
+    "load beyond the limit": (
+        case(True, gpu_memory_limit_bytes=351 << 20),
+        "load", "increase --gpu-memory-limit-bytes", "--quantization",
     ),
     "profile beyond the budget": (
         case(True, 6), "profile", MORE_BUDGET, "--max-num-batched-tokens",

@@ -190,7 +190,6 @@ CI = {
     "core": "share",
     "slice": "limit",
     "sleep": "failed allocation",
-    "hybrid": "graphs",
     "ranks": "late replies",
     "serving": "prompt logprobs, V2",
 }
