@@ -37,14 +37,14 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the limit": (
-        case(True, gpu_memory_limit_bytes=351 << 20),
+        case(True, gpu_memory_limit_bytes=480 << 20),
         "load", "increase --gpu-memory-limit-bytes", "--quantization",
     ),
     "profile beyond the budget": (
         case(True, 6), "profile", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "graphs beyond the budget": (
-        case(True, 9), "profile_graphs", MORE_BUDGET, LESS_GRAPHS,
+        case(True, 9), "capture", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
         case(True, 9, fragmentation_buffer_bytes=64 << 20, **EAGER),
