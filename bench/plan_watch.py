@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ PHASES = {
     "determine_available_memory": "profiling",
     "initialize_from_config": "KV cache",
     "compile_or_warm_up_model": "warming up",
+    "extend_kv_cache": "KV cache",
 }
 
 
@@ -36,6 +38,8 @@ def watch(result: dict[str, Any], told: Path) -> None:
         "initialize_from_config": measured.kv_cache,
         "compile_or_warm_up_model": measured.whole,
     }
+    if hasattr(gpu_worker.Worker, "extend_kv_cache"):  # not in the release
+        after["extend_kv_cache"] = measured.extended
     for name, note in after.items():
         watch_phase(gpu_worker.Worker, name, note, result, told)
     profiling = measured.profiling(gpu_worker.memory_profiling)
@@ -58,6 +62,7 @@ def watch_phase(
     """Print that a phase of the first worker begins, and `note` its result."""
     method = getattr(owner, name)
 
+    @functools.wraps(method)
     def phase(worker: Any, *args: Any, **options: Any) -> Any:
         if worker.rank > 0:
             return method(worker, *args, **options)
@@ -147,6 +152,19 @@ class Measured:
         self.result["kv_cache"] = max(sizes) if shared else sum(sizes)
         self.result["blocks"] = kv.num_blocks
 
+    def extended(self, worker: Any, _: Any) -> None:
+        """The KV cache has its size when all else is there."""
+        report = worker.startup_memory.report
+        self.result |= {
+            "kv_available": int(worker.available_kv_cache_memory_bytes),
+            "kv_cache": int(report.kv_cache),
+            "kv_cache_in_torch": False,
+            "blocks": int(report.kv_cache_blocks),
+            "activations": int(report.peak_activations),
+            "peak_activations": int(report.peak_activations),
+        }
+        self.whole(worker, None)
+
     def whole(self, worker: Any, _: Any) -> None:
         self.result.update(account(worker.init_snapshot, self.result))
         if "VGPU_RUN" in os.environ:
@@ -209,6 +227,8 @@ def account(first: Any, result: dict[str, Any]) -> dict[str, Any]:
     free, _ = torch.cuda.mem_get_info()
     consumed = first.free_memory - free
     torch_consumed = torch.cuda.memory_reserved() - first.torch_memory
+    if not result.get("kv_cache_in_torch", True):
+        torch_consumed += result["kv_cache"]
     graphs, graphs_torch = (
         result.get(key, 0) for key in ("cuda_graphs", "cuda_graphs_torch")
     )

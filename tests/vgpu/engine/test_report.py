@@ -37,7 +37,7 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the limit": (
-        case(True, gpu_memory_limit_bytes=480 << 20),
+        case(True, gpu_memory_limit_bytes=400 << 20),
         "load", "increase --gpu-memory-limit-bytes", "--quantization",
     ),
     "profile beyond the budget": (
