@@ -37,7 +37,7 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the limit": (
-        case(True, gpu_memory_limit_bytes=400 << 20),
+        case(True, gpu_memory_limit_bytes=440 << 20),
         "load", "increase --gpu-memory-limit-bytes", "--quantization",
     ),
     "profile beyond the budget": (
@@ -47,7 +47,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         case(True, 9), "capture", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
-        case(True, 9, fragmentation_buffer_bytes=64 << 20, **EAGER),
+        case(True, 9, fragmentation_buffer_bytes=96 << 20, **EAGER),
         "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "load on a full device": (
