@@ -1,4 +1,7 @@
-"""Small models of the kinds whose memory differs; weights are dummies."""
+"""Small models of the kinds whose memory differs; weights are dummies.
+
+One file, however long: each model is a few lines of data.
+"""
 
 from __future__ import annotations
 
