@@ -34,14 +34,12 @@ GRAPHS: dict[str, Any] = {
 }
 
 
-def engine(**more: Any) -> Any:
-    from vllm import LLM
-
+def settings() -> dict[str, Any]:
     from bench.scenarios.models import MODELS
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS["dense"]))
-    llm: dict[str, Any] = {
+    return {
         "model": str(folder),
         "max_model_len": 512,
         "max_num_seqs": 2,
@@ -54,7 +52,12 @@ def engine(**more: Any) -> Any:
         "enforce_eager": True,
         "disable_log_stats": True,
     }
-    return LLM(**(llm | more))
+
+
+def engine(**more: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(**(settings() | more))
 
 
 def serve(llm: Any) -> int:
@@ -558,6 +561,54 @@ def own_loop_of_requests() -> dict[str, Any]:
     return process_made_by_others()
 
 
+def worker_driven_by_hand() -> dict[str, Any]:
+    """No engine: the layout of the KV cache is resolved after its size is asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.network_utils import (
+        get_distributed_init_method,
+        get_ip,
+        get_open_port,
+    )
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_planning import (
+        get_global_kv_cache_groups,
+        get_kv_cache_configs,
+    )
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    config = EngineArgs(**settings()).create_engine_config()
+    wrapper = WorkerWrapperBase(rpc_rank=0)
+    method = get_distributed_init_method(get_ip(), get_open_port())
+    wrapper.init_worker(
+        [
+            {
+                "vllm_config": config,
+                "local_rank": 0,
+                "rank": 0,
+                "distributed_init_method": method,
+                "is_driver_worker": True,
+            }
+        ]
+    )
+    wrapper.init_device()
+    wrapper.load_model()
+    worker = wrapper.worker
+    spec = worker.get_kv_cache_spec()
+    available = worker.determine_available_memory()
+    layouts = [worker.get_supported_kv_cache_layouts()]
+    layout = resolve_kv_cache_layout(config, layouts, list(spec.values()))
+    parallel = config.parallel_config
+    worker.set_kv_cache_layout(layout.name, parallel.cp_kv_cache_interleave_size)
+    groups = get_global_kv_cache_groups(config, [spec])
+    planned = get_kv_cache_configs(config, [spec], [available], groups)
+    for plan in planned:
+        plan.kv_cache_layout = config.cache_config.kv_cache_layout
+    config.cache_config.num_gpu_blocks = planned[0].num_blocks
+    wrapper.initialize_from_config(planned)
+    worker.compile_or_warm_up_model()
+    return {"blocks": planned[0].num_blocks}
+
+
 def fails(worker: Any) -> None:
     raise ValueError("a call fails")
 
@@ -578,6 +629,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         engine_dead,
         process_made_by_others,
         own_loop_of_requests,
+        worker_driven_by_hand,
     )
 }
 
