@@ -174,12 +174,17 @@ def asked_by(report: Any, args: argparse.Namespace, folder: Path) -> Asked:
         KeyError, TypeError, ValueError: it is no such report.
         Problem: there is no such release here.
     """
+    if isinstance(report, dict) and "set_aside" in report and "start" not in report:
+        raise Problem(
+            "The report does not say what started. Write it with bench/report_plugin "
+            "on PYTHONPATH (docs/plan.md)."
+        )
     start, options = report["start"], dict(report["start"]["options"])
     version, _, build = start["vllm"].partition("+")
     ours = None
     if build.startswith("envelope"):
         ours = Base.load(args.root, version)
-        if named := re.match(r"envelope\.([a-z]+)\.", build):
+        if named := re.match(r"envelope\.([a-z.]+)\.\d", build):
             ours = topics.of_set(ours, named[1])
     release = Release.find(args.root, version, ours)
     if "gpu_memory_limit_bytes" in options:

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
             official = version.read_bytes()
             version.unlink()  # a link
             version.write_bytes(version_module(official, base))
-            for old in sets.glob(f"vllm-{base.version}+envelope.{name}.*"):
+            for old in sets.glob(f"vllm-{base.version}+envelope.{name}.[0-9]*"):
                 shutil.rmtree(old)
             site.rename(target)
     print(target)

@@ -115,18 +115,26 @@ def sets(root: Path) -> dict[str, Set]:
 
 
 def members(root: Path, series: Sequence[str], name: str) -> list[str]:
-    """The topics of a set and all that they need, of the series of a release.
+    """The topics of a set, or of several ("core sleep"), and all that they need, of
+    the series of a release.
 
     Raises:
         Problem: no such set.
     """
     known = sets(root)
-    if name == ALL:
+    asked = names_of(name)
+    for one in asked:
+        if one not in {ALL, *known}:
+            raise Problem(f"no set {one!r}. They are: {', '.join([*known] or [ALL])}.")
+    if ALL in asked:
         return list(series)
-    if name not in known:
-        raise Problem(f"no set {name!r}. They are: {', '.join([*known] or [ALL])}.")
-    there = [topic for topic in known[name].topics if topic in series]
-    return with_needs(root, series, there, effects=True)
+    wanted = {topic for one in asked for topic in known[one].topics}
+    return with_needs(root, series, wanted & set(series), effects=True)
+
+
+def names_of(text: str) -> list[str]:
+    """Of sets: as they are asked for, or between dots as in a version."""
+    return sorted(set(text.replace(".", " ").split()))
 
 
 def tables(root: Path) -> dict[str, Any]:
@@ -223,7 +231,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topics", default="", help="these and what they need (default: all)"
     )
-    parser.add_argument("--set", default="", help="the topics of this set")
+    parser.add_argument(
+        "--set", default="", help="the topics of this set, or of several"
+    )
 
 
 def chosen(args: argparse.Namespace) -> Base:
@@ -248,13 +258,14 @@ def of_topics(base: Base, topics: Sequence[str], name: str = "") -> Base:
 
 
 def of_set(base: Base, name: str) -> Base:
-    """`base` with the topics of a set.
+    """`base` with the topics of a set, or of several.
 
     Raises:
         Problem: no such set.
     """
     series = [patch.stem for patch in base.patches()]
-    return of_topics(base, members(base.root, series, name), name)
+    topics = members(base.root, series, name)
+    return of_topics(base, topics, ".".join(names_of(name)))
 
 
 def with_tree(base: Base, folder: Path) -> Base:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, write_whole
@@ -71,7 +72,6 @@ def page(root: Path, text: str) -> str:
         for name in sections
     }  # fmt: skip
     tables[NEEDS] = needs(root, topics, known)
-    tables[SETS] = table_of_sets(root)
     tables[ORDER] = [
         f"{n}. {name}" for n, name in enumerate(upstream(root).order, start=1)
     ]
@@ -79,10 +79,8 @@ def page(root: Path, text: str) -> str:
 
 
 def front(root: Path, text: str) -> str:
-    """README.md with its table of sets: who wants one, and its costs."""
-    rows = [line.split(" | ") for line in table_of_sets(root)]
-    short = [" | ".join((row[0], row[1], row[3], row[5])) for row in rows]
-    return filled(text, {SETS: short}, FRONT)
+    """README.md with its table of sets."""
+    return filled(text, {SETS: table_of_sets(root)}, FRONT)
 
 
 def filled(text: str, tables: dict[str, list[str]], where: str) -> str:
@@ -106,18 +104,22 @@ def table_of_sets(root: Path) -> list[str]:
     base = Base.load(root, releases(root)[0])
     patches = {patch.stem: patch for patch in base.patches()}
     lines = [
-        "| set | for | symptoms cured | patches | lines | costs |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| without it | set | for | patches, lines | costs |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for one in sets(root).values():
         names = members(root, list(patches), one.name)
-        added, removed = map(
-            sum, zip(*(changed(patches[n]) for n in names), strict=True)
-        )
-        cures = "; ".join(one.cures) or "all of `docs/symptoms.md`"
-        cells = one.name, one.whom, cures, len(names), f"+{added} -{removed}", one.costs
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        added, _ = size([patches[name] for name in names])
+        cures = "; ".join(one.cures) or "[each symptom](docs/symptoms.md)"
+        cells = cures, f"**{one.name}**", one.whom, f"{len(names)}, +{added}", one.costs
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def size(patches: Sequence[Path]) -> tuple[int, int]:
+    """Lines that patches add and remove outside of tests and docs."""
+    counts = [changed(patch) for patch in patches]
+    return sum(added for added, _ in counts), sum(removed for _, removed in counts)
 
 
 def changed(patch: Path) -> tuple[int, int]:

@@ -58,9 +58,12 @@ def another(base: Base, path: Path) -> str:
     whole = replace(base, topics=(), set="")
     if version == whole.local_version:
         return "the whole series: 'make verify' without SET= and TOPICS=."
-    for name in topics.sets(base.root):
-        if version == topics.of_set(whole, name).local_version:
-            return f"set {name}: 'make verify SET={name}'."
+    named = re.search(r"\+envelope\.([a-z.]+)\.\d", version)
+    name = named[1] if named else ""
+    if set(topics.names_of(name)) <= topics.sets(base.root).keys() and (
+        version == topics.of_set(whole, name).local_version
+    ):
+        return f"set {name}: 'make verify SET={name}'."
     if re.search(r"\+envelope\.\d+\.t", version) and (base.set or not base.topics):
         return "chosen patches: 'make verify TOPICS=' with those that it was built of."
     return ""

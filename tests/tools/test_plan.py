@@ -52,7 +52,7 @@ CASES = {
         "'a' is no number (as 8K or 8192)",
     ),
     "set of the release": (
-        ["--model", "{model}", "--gpu", "h100", "--set", "slice"],
+        ["--model", "{model}", "--gpu", "h100", "--set", "shared"],
         "SET= and TOPICS= are of patched vLLM",
     ),
     "no report": (["--report", "none"], "none: No such file"),
@@ -100,28 +100,30 @@ def test_set_that_is_not_built_says_what_makes_it(
     (tmp_path / "patches").symlink_to(REPOSITORY / "patches")
     (tmp_path / "build").mkdir()
     model = tmp_path / "model.json"
-    given: list[str | Path] = ["--model", model, "--gpu", "h100", "--set", "slice"]
+    given: list[str | Path] = ["--model", model, "--gpu", "h100", "--set", "shared"]
     if by_report:
-        start = {"vllm": "0.33.0+envelope.slice.20.g3231ee46", "options": {}}
+        start = {"vllm": "0.33.0+envelope.shared.20.g3231ee46", "options": {}}
         model.write_text(json.dumps({"start": start}))
         given = ["--report", model]
     else:
         model.write_text(json.dumps(MODEL))
     done = module("bench.plan", "--root", tmp_path, *given)
     assert done.returncode == 1
-    assert done.stderr == ("error: 'make vgpu envelope BASE=0.33.0 SET=slice' first.\n")
+    assert done.stderr == (
+        "error: 'make vgpu envelope BASE=0.33.0 SET=shared' first.\n"
+    )
 
 
 def test_set_is_started_from_its_own_build(tmp_path: Path) -> None:
     (tmp_path / "patches").symlink_to(REPOSITORY / "patches")
-    ours = topics.of_set(Base.load(tmp_path, "0.33.0"), "slice")
+    ours = topics.of_set(Base.load(tmp_path, "0.33.0"), "shared")
     ours.unpacked.mkdir(parents=True)
     python = Release(tmp_path, "0.33.0", None).python
     python.parent.mkdir(parents=True)
     python.touch()
     release = Release.find(tmp_path, "0.33.0", ours)
     assert release.ours == ours.unpacked
-    assert ours.unpacked.name.startswith("envelope-0.33.0+envelope.slice.")
+    assert ours.unpacked.name.startswith("envelope-0.33.0+envelope.shared.")
 
 
 MODELOPT = REPOSITORY / "results/real-cards/configs/nvidia--Llama-3.1-70B-Instruct-FP8"

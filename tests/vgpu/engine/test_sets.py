@@ -104,8 +104,7 @@ def drafts(folder: Path) -> None:
 
 
 def large_prefill(folder: Path) -> None:
-    """With 256 MiB more than the budget. As in stock vLLM, block tables and workspaces
-    have no place in it: that is a topic of other sets."""
+    """With 256 MiB more than the budget."""
     batches = never_worse.BATCHES["hybrid"]
     llm = {"max_num_seqs": 128} | batches["llm"]
     left = int(0.7 * 2560 * MIB) + 256 * MIB
@@ -187,11 +186,9 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 # The cheapest of each set; `make test-long` has all.
 CI = {
-    "core": "share",
-    "slice": "limit",
+    "shared": "prompt logprobs, V2",
     "sleep": "failed allocation",
-    "ranks": "late replies",
-    "serving": "prompt logprobs, V2",
+    "core": "share",
 }
 
 
