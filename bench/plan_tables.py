@@ -10,7 +10,7 @@ from bench.simulated_start import GIB, Plan, why
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:9.2f} GiB"
+    return f"{size / GIB:z9.2f} GiB"
 
 
 def rows(plan: Plan) -> Iterator[tuple[str, int | None, str]]:

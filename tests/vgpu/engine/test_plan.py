@@ -26,6 +26,7 @@ from bench.plan_engine import (
 from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import ROOT, run
 from tests.vgpu.engine.hub import hub
+from tests.vgpu.scenarios.reload import checkpoint
 
 MODEL = MODELS["dense"]
 # Embedding, head, the last norm and the layers' tensors, in elements of two bytes.
@@ -406,3 +407,24 @@ def test_reported_start_is_started_again(tmp_path: Path) -> None:
         assert again[key] == started["report"][key], key
     assert again["in_use"] == started["report"]["in_use"]
     assert "A Slice" in said and "reported" in said
+
+
+@pytest.mark.long
+def test_head_that_is_a_copy_is_reported_as_it_is_held(tmp_path: Path) -> None:
+    """Once it is loaded, it shares the memory of the embeddings."""
+    from safetensors.torch import save_file
+
+    weights = checkpoint(MODEL, 0)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied = {"load_format": "auto", "hf_overrides": {"tie_word_embeddings": True}}
+    case = {"v2": True, "report": True, "folder": str(folder), "llm": tied}
+    device = {"memory": "8GiB"}
+    started = run("start", case, vllm="envelope", device=device, folder=tmp_path)
+    (file := tmp_path / "report.json").write_text(json.dumps(started["report"]))
+    told, _ = predicted(tmp_path, "--report", str(file))
+    head = weights["lm_head.weight"].nbytes
+    for held in told["result"]["weights"], started["report"]["in_use"]["weights"]:
+        assert WEIGHTS - head <= held < WEIGHTS - head + (8 << 20)
