@@ -10,7 +10,7 @@ RUN = .venv/bin/python -m $(1) --base $(BASE)
 SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "$(SET)")
 
 .PHONY: wheel overlay image verify plan kv-table bundle help source export check check-quick \
-  alone api topics-page lint vgpu envelope ray test test-all test-long topics sets device \
+  alone api size topics-page lint vgpu envelope ray test test-all test-long topics sets device \
   torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
   bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
   bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
@@ -88,6 +88,9 @@ alone: source  ## each patch on the release with just those that it needs: appli
 
 api: source  ## BASE=: names of the release that are gone or different, each with its reason
 	@$(call RUN,scripts.api)
+
+size: .venv/ready  ## patches and lines of the series, and of its core
+	@$(call RUN,scripts.size)
 
 topics-page: .venv/ready  ## the tables of README.md and patches/README.md, from topics.toml
 	@$(call RUN,scripts.topics_page)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.commands import Problem, command, locked, write_whole
 from scripts.release import Base, releases
+from scripts.size import size
+from scripts.size import told as size_of_series
 from scripts.topics import (
     FILE,
     THREAD,
@@ -29,7 +30,8 @@ PAGE = "patches/README.md"
 FRONT = "README.md"  # has the table of sets, too
 # A table ends with a line; figures in its cells end within one.
 TABLES = re.compile(r"<!-- table: (.+?) -->\n.*?^<!-- end -->", re.S | re.M)
-NEEDS, SETS, ORDER = "what each needs", "sets", "order of proposing"
+NEEDS, SETS, SIZE = "what each needs", "sets", "size"
+ORDER = "order of proposing"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -72,6 +74,7 @@ def page(root: Path, text: str) -> str:
         for name in sections
     }  # fmt: skip
     tables[NEEDS] = needs(root, topics, known)
+    tables[SIZE] = [size_of_series(root)]
     tables[ORDER] = [
         f"{n}. {name}" for n, name in enumerate(upstream(root).order, start=1)
     ]
@@ -79,8 +82,9 @@ def page(root: Path, text: str) -> str:
 
 
 def front(root: Path, text: str) -> str:
-    """README.md with its table of sets."""
-    return filled(text, {SETS: table_of_sets(root)}, FRONT)
+    """README.md with its table of sets, and the size of the series."""
+    tables = {SETS: table_of_sets(root), SIZE: [size_of_series(root)]}
+    return filled(text, tables, FRONT)
 
 
 def filled(text: str, tables: dict[str, list[str]], where: str) -> str:
@@ -114,27 +118,6 @@ def table_of_sets(root: Path) -> list[str]:
         cells = cures, f"**{one.name}**", one.whom, f"{len(names)}, +{added}", one.costs
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def size(patches: Sequence[Path]) -> tuple[int, int]:
-    """Lines that patches add and remove outside of tests and docs."""
-    counts = [changed(patch) for patch in patches]
-    return sum(added for added, _ in counts), sum(removed for _, removed in counts)
-
-
-def changed(patch: Path) -> tuple[int, int]:
-    """Lines that a patch adds and removes outside of tests and docs."""
-    counts = {"+": 0, "-": 0}
-    code = inside = False
-    for line in patch.read_text(errors="replace").splitlines():
-        if line.startswith("diff --git a/"):
-            code = not line.startswith(("diff --git a/tests/", "diff --git a/docs/"))
-            inside = False
-        elif line.startswith("@@"):
-            inside = True
-        elif code and inside and line[:1] in counts:
-            counts[line[0]] += 1
-    return counts["+"], counts["-"]
 
 
 def described(topics: list[Topic], known: dict[str, Thread], release: str) -> list[str]:

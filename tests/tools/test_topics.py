@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from packaging.version import Version
 
 from scripts.release import Base, releases
+from scripts.size import FILE as CODE
+from scripts.size import changed, size, told
 from scripts.topics import (
     ALL,
     FILE,
@@ -22,7 +25,7 @@ from scripts.topics import (
     upstream,
     with_needs,
 )
-from scripts.topics_page import FRONT, PAGE, front, page, size, stated
+from scripts.topics_page import FRONT, PAGE, front, page, stated
 from tests.tools.installed import ARCH, Installed
 from tests.tools.project import PLAN, ROOT, SOURCES, Project
 
@@ -230,6 +233,22 @@ def test_core_stays_small() -> None:
     patches = [NEWEST.folder / f"{n}.patch" for n in members(ROOT, SERIES, "core")]
     assert len(patches) <= 11
     assert size(patches)[0] <= 1100
+
+
+def test_size_of_the_series_is_counted_as_git_does() -> None:
+    patches = list(NEWEST.patches())
+    shown = subprocess.check_output(
+        ["git", "apply", "--numstat", *patches], cwd=ROOT, text=True
+    )
+    rows = [row.split("\t") for row in shown.splitlines()]
+    code = [row for row in rows if CODE.match(f"diff --git a/{row[2]} ")]
+    added, removed = (sum(int(row[at]) for row in code) for at in (0, 1))
+    assert (added, removed) == size(patches)
+    largest = max(changed(patch)[0] for patch in patches)
+    text = told(ROOT)
+    assert text.startswith(f"{len(patches)} patches add {added:,} lines and remove ")
+    assert f"in {len({row[2] for row in code})} files" in text
+    assert f"(+{largest:,})" in text
 
 
 def test_each_patch_is_in_a_set() -> None:
