@@ -13,7 +13,8 @@ from packaging.version import Version
 
 from scripts.release import Base, releases
 from scripts.size import FILE as CODE
-from scripts.size import changed, size, told
+from scripts.size import changed, size
+from scripts.size import told as size_of_series
 from scripts.topics import (
     ALL,
     FILE,
@@ -245,7 +246,7 @@ def test_size_of_the_series_is_counted_as_git_does() -> None:
     added, removed = (sum(int(row[at]) for row in code) for at in (0, 1))
     assert (added, removed) == size(patches)
     largest = max(changed(patch)[0] for patch in patches)
-    text = told(ROOT)
+    text = size_of_series(ROOT)
     assert text.startswith(f"{len(patches)} patches add {added:,} lines and remove ")
     assert f"in {len({row[2] for row in code})} files" in text
     assert f"(+{largest:,})" in text
