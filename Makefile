@@ -14,7 +14,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "
   torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
   bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
   bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
-  bench-step bench-sleep bench-plan bench-peers
+  bench-step bench-sleep bench-plan bench-peers bench-safe
 
 # Checked before anything is fetched or built.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2))$($(3)),,$(error make $(1): $(4) is needed)))
@@ -208,6 +208,9 @@ bench-suggestion: vgpu envelope  ## starts again with each suggested KV cache
 
 bench-fragmentation: vgpu envelope  ## random loads in exactly the budget: OOM, and the cost of serving
 	@$(call RUN,bench.fragmentation)
+
+bench-safe: vgpu envelope  ## KV tokens beside stock lowered by hand, at equal safety; ONLY=pattern
+	@$(call RUN,bench.safe) $(if $(ONLY),--only "$(ONLY)")
 
 bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 	@$(call RUN,bench.step)

@@ -13,6 +13,8 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,15 @@ DEFAULTS: dict[str, Any] = {
     # MiB, or None: the engine's own reserve. Each load is served with one after
     # the other until it lives.
     "buffers": [None],
+    # Or steps in MiB: the least reserve with which each load is served, after those
+    # before it; see least().
+    "grain": 0,
+    "largest": False,  # serve the largest batches before the loads
+    "share": None,  # what another process leaves of the device, if not the budget
     "alone": False,
     "llm": {},  # further arguments of LLM
 }
+MOST = 4096  # MiB that are tried with "grain"
 # Beside start.ENGINE.
 ENGINE: dict[str, Any] = {
     "max_model_len": 8192,
@@ -101,32 +109,79 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     snapshot = worker.init_snapshot
     held = snapshot.total_memory - snapshot.free_memory
     budget = held + int(worker.requested_memory)
+    if case["share"] is not None:
+        budget = held + int(case["share"] * snapshot.total_memory)
+    above = max(0, control.process_peak() - budget)
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
     set_aside = start.set_aside(worker) or 0
     kind = LOADS[case["load"]]
-    runs = []
-    for seed in case["seeds"]:
-        for buffer in case["buffers"]:
-            gc.collect()  # memory that the frames of an exception held
-            torch.cuda.empty_cache()
-            size = set_aside if buffer is None else buffer * MIB
-            limit = budget + size - set_aside
-            if not case["alone"]:
-                control.other_process(control.memory() - limit)
+    runs: list[dict[str, Any]] = []
+
+    def lives(seed: int | None, buffer: int | None) -> bool:
+        """Whether a load is served with this reserve; None: the largest batches."""
+        gc.collect()  # memory that the frames of an exception held
+        torch.cuda.empty_cache()
+        size = set_aside if buffer is None else buffer * MIB
+        limit = budget + size - set_aside
+        if not case["alone"]:
+            control.other_process(max(0, control.memory() - limit))
+        if seed is None:
+            run = largest_batches(llm)
+        else:
             run = load(engine, kind, random.Random(seed), loras, limit, case["steps"])
-            run["process_peak"] = control.process_peak()
-            run["process_held"] = control.process_used()
-            runs.append({"seed": seed, "buffer": size} | run)
-            control.other_process(-control.other())
-            if run["outcome"] == "served":
-                break
+        run["process_peak"] = control.process_peak()
+        run["process_held"] = control.process_used()
+        runs.append({"seed": seed, "buffer": size} | run)
+        control.other_process(-control.other())
+        return bool(run["outcome"] == "served")
+
+    needed: int | None = 0
+    for seed in [None] * case["largest"] + case["seeds"]:
+        if not case["grain"]:
+            any(lives(seed, buffer) for buffer in case["buffers"])
+        elif needed is not None:
+            needed = least(partial(lives, seed), needed, case["grain"], MOST)
     return {
+        "start_above": above,
+        "needed": needed,  # MiB, with "grain"; None: more than was tried
         "activations": worker.peak_activation_memory,
         "tokens": cache.num_gpu_blocks * cache.block_size,
         "available": int(worker.available_kv_cache_memory_bytes),
         "set_aside": set_aside,
         "runs": runs,
     }
+
+
+def least(
+    lives: Callable[[int], bool], known: int, grain: int, most: int
+) -> int | None:
+    """The least number that lives, `known` and multiples of `grain` more; None: none up
+    to `most`. What is above one that lives, lives."""
+    if lives(known):
+        return known
+    died, step = known, grain
+    while not lives(lived := died + step):
+        died, step = lived, 2 * step
+        if died >= most:
+            return None
+    while lived - died > grain:
+        middle = died + (lived - died) // (2 * grain) * grain
+        if lives(middle):
+            lived = middle
+        else:
+            died = middle
+    return lived
+
+
+def largest_batches(llm: Any) -> dict[str, Any]:
+    """Serve the largest batches, as a load."""
+    served = start.serve(llm)
+    if served == "lives":
+        return {"outcome": "served", "each_step": []}
+    engine = llm.llm_engine
+    requests = list(engine.output_processor.request_states)
+    engine.abort_request(requests, internal=True)
+    return {"outcome": "OOM", "error": served, "each_step": []}
 
 
 def load(
@@ -229,6 +284,11 @@ def request(
     if pick := rng.randrange(len(loras) + 1):
         lora = LoRARequest(str(pick), pick, loras[pick - 1])
     asked: dict[str, Any] = {"prompt_token_ids": prompt}
+    if engine.vllm_config.model_config.runner_type == "pooling":
+        from vllm import PoolingParams
+
+        engine.add_request(name, asked, PoolingParams(task="embed"))
+        return
     if kind.images and rng.random() < 0.5:
         size = rng.randrange(56, 1260), rng.randrange(56, 1260)
         asked = with_image(prompt, size)
