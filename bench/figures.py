@@ -26,10 +26,11 @@ RANDOM = "docs/data/random-starts.json"
 CALLER = "docs/data/caller-programs.json"
 STARTS = "docs/data/start-within-the-budget.md"
 ROWS = "docs/data/never-worse.md"
-SERVING = "docs/fragmentation.md"
-START_TIME = "docs/extensible-kv-cache.md"
+SERVING = "docs/data/serving.md"
+START_TIME = "docs/data/start-time.md"
 FIRST_START = "docs/first-start.md"
-SUGGESTED = "docs/suggested-kv-cache.md"
+SUGGESTED = "docs/data/suggested-kv-cache.md"
+ALL_ROWS = "| model | runner | mode |"
 REAL = "docs/plan-against-real-cards.md"
 PINNING = "patches/v0.33.0/keep-the-state-of-sleep-mode-in-the-extension.patch"
 
@@ -75,15 +76,16 @@ def filled(root: Path, text: str) -> str:
 # ---- tables
 
 
-def table(path: Path, head: str, until: str = "\n\n") -> Iterator[list[str]]:
-    """The cells of each row below the line that begins with `head`.
+def table(path: Path, head: str, nth: int = 0) -> Iterator[list[str]]:
+    """The cells of each row below the line that begins with `head`; `nth`: of several
+    tables.
 
     Raises:
         Problem: there is none.
     """
-    _, found, rest = path.read_text().partition(f"\n{head}")
-    lines = rest.partition(until)[0].splitlines()[2:]
-    if not found or not lines:
+    parts = path.read_text().split(f"\n{head}")[1:]
+    lines = parts[nth].partition("\n\n")[0].splitlines()[2:] if parts[nth:] else []
+    if not lines:
         raise Problem(f"{path} has no table that begins with {head!r}.")
     for line in lines:
         yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -123,17 +125,24 @@ def caller_steps(root: Path) -> str:
 
 
 def starts_above(root: Path) -> str:
-    rows = list(table(root / STARTS, "| model |"))
-    stock = sum(float(row[4]) > 1 for row in rows)
-    patched = sum(float(row[8]) > 1 for row in rows)
+    """Of the starts that came up, those above their budget, and by how much."""
+    budget = 2560  # MiB, of the device
+
+    def above(first: int) -> tuple[list[float], int]:
+        rows = [r for r in table(root / STARTS, "| model |") if r[first] == "starts"]
+        over = [(float(r[first + 1]) - 1) * float(r[2]) * budget for r in rows]
+        return [mib for mib in over if mib > 0], len(rows)
+
+    (stock, came_up), (patched, of_patched) = above(3), above(7)
     return (
-        f"stock vLLM went above its budget in {stock} of {len(rows)} starts, "
-        f"the patched build in {patched}"
+        f"{len(stock)} of {came_up} stock starts that came up went above their budget, "
+        f"by {span(stock, '.0f')} MiB (median {median(stock):.0f}); of the patched "
+        f"ones {len(patched)} of {of_patched}"
     )
 
 
 def full_batches(root: Path) -> str:
-    rows = list(table(root / ROWS, "| model |"))
+    rows = list(table(root / ROWS, ALL_ROWS))
     kept = [
         sum(r[at] == "starts" and float(r[at + 1]) <= 1 and r[at + 2] == "served"
             for r in rows)
@@ -145,14 +154,45 @@ def full_batches(root: Path) -> str:
     )
 
 
-def less_kv_cache(root: Path, hybrid: bool) -> str:
-    """Stock minus patched, where both start."""
+def less_kv_cache(root: Path) -> str:
+    """Stock minus patched, where both start: all tables of small models."""
     less = [
         float(row[8]) - float(row[13])
-        for row in table(root / ROWS, "| model |")
-        if row[8] and row[13] and (row[0] == "hybrid") == hybrid
+        for nth in (0, 1)
+        for row in table(root / ROWS, ALL_ROWS, nth)
+        if row[8] and row[13]
     ]
+    return of_starts(less)
+
+
+def less_kv_cache_of_whole_models(root: Path) -> str:
+    less = [float(r[8]) for r in table(root / FIRST_START, "| model | device |")]
     return f"{span(less, '.0f')} MiB"
+
+
+def less_kv_cache_at_random(root: Path, limit: bool) -> str:
+    """Of starts that both builds come up in; stock vLLM may be above its budget."""
+    rows = json.loads((root / RANDOM).read_text())["starts"].values()
+    less = [
+        row["less"] / MIB
+        for row in rows
+        if "less" in row and ("a limit in bytes" in row["name"]) == limit
+    ]
+    return of_starts(less)
+
+
+def of_starts(less: list[float]) -> str:
+    return (
+        f"median {median(less):.0f} MiB, worst {max(less):.0f}, in {len(less)} starts"
+    )
+
+
+def oldest_table(root: Path) -> str:
+    """Of those on the virtual device that figures are read from."""
+    files = (STARTS, ROWS, SERVING, START_TIME, FIRST_START, RANDOM)
+    pattern = r"[Rr]ecorded\s+at\s+commit\s+`[\w-]+`\s+on\s+([\d-]{10})"
+    found = [re.findall(pattern, (root / name).read_text()) for name in files]
+    return str(min(day for days in found for day in days))
 
 
 def serving_above(root: Path) -> str:
@@ -171,13 +211,14 @@ def loads(root: Path) -> str:
     """Out of memory of all loads: the cell is "20 of 20"."""
 
     def share(column: int) -> str:
-        cells = [r[column] for r in table(root / SERVING, "| case | activations, MiB ")]
-        failed, every = zip(*(cell.split(" of ") for cell in cells), strict=True)
+        failed, every = zip(
+            *(r[column].split(" of ") for r in served(root, 0)), strict=True
+        )
         return f"{sum(map(int, failed))} of {sum(map(int, every))}"
 
     return (
-        f"stock vLLM ran out of memory in {share(2)} loads, "
-        f"the patched build in {share(5)}"
+        f"stock vLLM ran out of memory in {share(2)} loads, the patched build in "
+        f"{share(5)}"
     )
 
 
@@ -236,23 +277,38 @@ def first_starts(root: Path) -> str:
 
 
 def remapping(root: Path) -> str:
-    """Cost of a step that remaps pages: the model's time of the steps in the table of
-    calls, by the pages that those steps unmap."""
-    served = {
-        row[0]: row for row in table(root / SERVING, "| case | activations, MiB ")
-    }
+    """Steps of the load that remaps most often, and the cost of such a step at worst:
+    the model's time by page of the table of calls, times pages of the loads."""
+    loads = [*served(root, 0), *served(root, 1)]
     calls = {
         row[0]: row
         for row in table(root / SERVING, "| case | vLLM | tokens |")
         if row[2].startswith("2049")
     }
-    cost = []
-    for case in ("8B", "8B of 32 layers"):
-        unmapped = float(served[case][8].split(",")[1])
-        each = float(calls[case][12]) / float(calls[case][9])
-        cost.append(unmapped * each)
-    steps = served["8B"][6]
-    return f"{steps} steps, about {cost[0]:.0f} ms (8 layers) or {cost[1]:.0f} ms (32)"
+
+    def ms(case: str, load: list[str]) -> float:
+        row = calls[case]
+        return float(load[8].split(",")[1]) * float(row[12]) / float(row[9])
+
+    def cost(rows: list[list[str]], case: str) -> str:
+        return f"{max(ms(case, r) for r in rows if r[0].startswith(case)):.0f}"
+
+    def often(row: list[str]) -> float:
+        steps, every = row[6].split(" of ")
+        return int(steps) / int(every)
+
+    usual, worst = loads[0], max(loads, key=often)
+    large = "8B of 32 layers"
+    free, bound = served(root, 0), served(root, 1)
+    return (
+        f"{usual[6]} steps, with long contexts {worst[6]}: {ms('8B', usual):.0f} ms "
+        f"(8 layers), {cost(free, large)} (32), {cost(bound, large)} (limit)"
+    )
+
+
+def served(root: Path, nth: int) -> list[list[str]]:
+    """Loads in exactly the budget; 1: also with a limit in bytes."""
+    return list(table(root / SERVING, "| case | activations, MiB ", nth))
 
 
 def start_time(root: Path, column: int) -> str:
@@ -260,11 +316,22 @@ def start_time(root: Path, column: int) -> str:
     return f"{span([float(row[column]) for row in rows], '.2f')} of stock"
 
 
-def real_cards(root: Path, runs: str) -> str:
-    for row in table(root / REAL, "| runs | quantity |"):
-        if row[:2] == [runs, "KV tokens"]:
-            return f"{row[3]} on average and {row[4]} at worst in {row[2]} runs"
-    raise Problem(f"{REAL} has no row {runs}.")
+def real_cards(root: Path) -> str:
+    """Of the runs that judge: nothing was fitted to them. The worst of both rows."""
+    rows = [r for r in table(root / REAL, "| runs | replayed |") if "judging" in r[0]]
+    number = sum(int(row[1].split()[0]) for row in rows)
+    mean, worst, graphs = (
+        max(float(row[at].rstrip(" %")) for row in rows) for at in (2, 3, 5)
+    )
+    quantities = list(table(root / REAL, "| runs | quantity |"))
+    activations = max(
+        float(row[4].rstrip(" %")) for row in quantities if row[1] == "activations"
+    )
+    return (
+        f"at most {mean} % on average and {worst} % at worst in {number} runs that "
+        f"nothing was fitted to; graphs by up to {graphs:.0f} %, activations by up to "
+        f"{activations:.0f} %"
+    )
 
 
 def pinning_each(root: Path) -> list[float]:
@@ -305,13 +372,25 @@ def gpu_time(root: Path) -> str:
     return " and ".join(f"{s / 60:.0f} minutes ({gpu})" for gpu, s in seconds.items())
 
 
-def gpu_starts(root: Path, warm: bool) -> str:
-    """Warm where neither compiled Triton's kernels, which both share."""
+def gpu_builds(root: Path) -> str:
+    """Which builds ran on which GPU, and when."""
+    found = set()
+    for path in sorted((root / "results").glob("*.json")):
+        content = json.loads(path.read_text())
+        versions = content["versions"]
+        build = versions.get("patched vllm") or versions["vllm"]
+        patches = re.findall(r"envelope\.(?:[a-z]+\.)*(\d+)", build)[0]
+        gpu = content["gpu"]["name"].split()[1]
+        found.add((content["date"], f"{patches} patches on an {gpu}"))
+    return ", ".join(f"{build} ({day})" for day, build in sorted(found))
+
+
+def gpu_starts(root: Path) -> str:
+    """Pairs, warm and not: one of them compiled Triton's kernels, which both share."""
     ratios = [
         patched["seconds"]["engine"] / stock["seconds"]["engine"]
         for _, name, stock, patched in cases(root)
         if "extensible" not in name
-        and (name == "serving: dense") == warm
         and all("engine" in as_dict(r.get("seconds")) for r in (stock, patched))
     ]
     return f"{span(ratios, '.2f')} of stock in {len(ratios)} pairs"
@@ -322,20 +401,19 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def gpu_steps(root: Path, model: str) -> str:
-    """Three ways to average pairs of turns, over all sessions."""
-    averages, pairs = [], []
+    """The median of the pairs of turns of each session."""
+    medians, pairs = [], []
     for _, name, stock, patched in cases(root):
         if name == f"serving: {model}" and "ms_per_step" in patched:
             ratios = [
                 p / s for s, p in zip(stock["decode"], patched["decode"], strict=False)
             ]
             pairs += ratios
-            averages += [
-                median(ratios),
-                median(patched["decode"]) / median(stock["decode"]),
-                sum(patched["decode"]) / sum(stock["decode"]),
-            ]
-    return f"{span(averages, '.3f')} ({of_pairs(pairs)})"
+            medians.append(median(ratios))
+    return (
+        f"medians {span(medians, '.3f')} of stock in {len(medians)} sessions "
+        f"({of_pairs(pairs)})"
+    )
 
 
 def of_pairs(ratios: list[float]) -> str:
@@ -381,12 +459,14 @@ def smaller(sizes: list[float]) -> str:
 
 
 def gpu_tests(root: Path) -> str:
+    """`every` was counted by hand in the patches of that build."""
     passed = [
         len(patched["passed"])
         for _, name, _, patched in cases(root)
         if name == "the patches' own tests" and "passed" in patched
     ]
-    return str(max(passed))
+    every = 202
+    return f"{max(passed)} of {every}"
 
 
 def steps_of_callers(root: Path) -> list[list[str]]:
@@ -436,8 +516,11 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "random-starts": random_starts,
     "caller-steps": caller_steps,
     "planned-models": planned_models,
-    "less-kv-cache": lambda root: less_kv_cache(root, hybrid=False),
-    "less-kv-cache-of-hybrids": lambda root: less_kv_cache(root, hybrid=True),
+    "less-kv-cache": less_kv_cache,
+    "less-kv-cache-whole": less_kv_cache_of_whole_models,
+    "less-kv-cache-random": lambda root: less_kv_cache_at_random(root, limit=False),
+    "less-kv-cache-limit": lambda root: less_kv_cache_at_random(root, limit=True),
+    "oldest-table": oldest_table,
     "serving-above": serving_above,
     "loads": loads,
     "suggestions": suggestions,
@@ -446,11 +529,11 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "remapping": remapping,
     "start-time": lambda root: start_time(root, 3),
     "start-time-extensible": lambda root: start_time(root, 5),
-    "real-cards": lambda root: real_cards(root, "config exact, same release"),
+    "real-cards": real_cards,
     "pinning": pinning,
     "gpu-time": gpu_time,
-    "gpu-starts": lambda root: gpu_starts(root, warm=True),
-    "gpu-starts-cold": lambda root: gpu_starts(root, warm=False),
+    "gpu-builds": gpu_builds,
+    "gpu-starts": gpu_starts,
     "gpu-steps-dense": lambda root: gpu_steps(root, "dense"),
     "gpu-steps-experts": lambda root: gpu_steps(root, "moe"),
     "gpu-sleep-first": lambda root: gpu_sleep(root, 1, first=True),

@@ -89,8 +89,9 @@ def main(args: argparse.Namespace) -> None:
     if not grid:
         raise Problem("--only: no row is left")
     columns = " | ".join(f"{label}: {kind}" for label in LABELS for kind in STARTS)
-    print(f"| model | device | runner | tokens per batch | {columns} |")
-    print("| --- " * 8 + "|")
+    less = "KV cache smaller, MiB"
+    print(f"| model | device | runner | tokens per batch | {columns} | {less} |")
+    print("| --- " * 9 + "|")
     rows = []
     for start in grid:
         rows.append(Row(start, {site: both(base, start, site) for site in SITES}))
@@ -128,12 +129,19 @@ class Row:
     def started(self) -> bool:
         return all(r["outcome"] == "started" for f in self.found.values() for r in f)
 
+    @property
+    def less(self) -> int:
+        """Bytes of KV cache, stock minus patched, both warm."""
+        stock, patched = (self.found[site][1]["kv"] for site in SITES)
+        return int(stock - patched)
+
     def line(self) -> str:
         start = self.start
         runner = "V2" if start.v2 else "V1"
         cells = [start.model, start.memory.replace("G", " G"), runner]
         cells.append(f"{start.tokens:,}")
         cells += [told(result) for site in SITES for result in self.found[site]]
+        cells.append(f"{self.less / MIB:.0f}" if self.started else "")
         return f"| {' | '.join(cells)} |"
 
 

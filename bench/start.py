@@ -51,7 +51,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--buffer", type=int, help="fragmentation_buffer_bytes of the patched"
     )
-    parser.add_argument("--picture", type=Path, help="SVG file to write")
     parser.add_argument("--results", type=Path, help="JSON file to write")
 
 
@@ -74,8 +73,6 @@ def main(args: argparse.Namespace) -> None:
     if args.results:
         told = {"device": DEVICE, "rows": [asdict(row) for row in rows]}
         write_whole(args.results, json.dumps(told, indent=1) + "\n")
-    if args.picture:
-        write_whole(args.picture, picture(rows))
     print(f"\n{recorded(args.root)}")
 
 
@@ -210,44 +207,6 @@ def verdict(rows: list[Row]) -> Iterator[str]:
 def close(result: dict[str, Any]) -> bool:
     allowed = max(TOLERANCE, TOLERANCE_PART * result["graphs"])
     return bool(abs(result["estimate"] - result["graphs"]) <= allowed)
-
-
-def picture(rows: list[Row]) -> str:
-    """Peak over requested memory by utilization: a panel for each model and runner."""
-    panels = sorted({(row.model, row.runner) for row in rows})
-    width, height, top = 300, 180, 2.5
-    parts = []
-    for i, panel in enumerate(panels):
-        x0, y0 = 40 + i % 2 * (width + 50), 40 + i // 2 * (height + 50)
-        bottom = y0 + height
-        parts.append(
-            f'<text x="{x0}" y="{y0 - 8}">{panel[0]}, {panel[1]} runner</text>'
-            f'<path d="M{x0} {y0}V{bottom}H{x0 + width}" fill="none" stroke="#444"/>'
-            f'<path d="M{x0} {bottom - height / top:.0f}h{width}" stroke="#444" '
-            f'stroke-dasharray="4"/>'
-            f'<text x="{x0 - 30}" y="{bottom - height / top + 4:.0f}">1.0</text>'
-            f'<text x="{x0 + width - 20}" y="{bottom + 16}">1.0</text>'
-        )
-        for row in rows:
-            if (row.model, row.runner) != panel:
-                continue
-            for site, color in zip(SITES, ("#c33", "#37b"), strict=True):
-                x = x0 + width * row.percent / 100
-                y = bottom - height * min(row.ratio(site), top) / top
-                fill = color if row.started(site) else "none"
-                parts.append(
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" '
-                    f'stroke="{color}"/>'
-                )
-    size = 2 * (width + 50) + 20, (len(panels) + 1) // 2 * (height + 50) + 50
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" '
-        'fill="white"/><text x="40" y="16">peak / requested by utilization; red: '
-        "stock, blue: patched; filled: the engine starts</text>"
-        + "".join(parts)
-        + "</svg>\n"
-    )
 
 
 if __name__ == "__main__":

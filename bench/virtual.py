@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -25,7 +26,7 @@ def recorded(root: Path) -> str:
     """The line below a table: which commit it is of."""
     order = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(order, cwd=root, capture_output=True, text=True, check=True)
-    return f"Recorded at commit `{done.stdout.strip()}`."
+    return f"Recorded at commit `{done.stdout.strip()}` on {date.today()}."
 
 
 def environment_of(base: Base) -> tuple[Path, Path]:

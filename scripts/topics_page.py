@@ -114,7 +114,7 @@ def table_of_sets(root: Path) -> list[str]:
     for one in sets(root).values():
         names = members(root, list(patches), one.name)
         added, _ = size([patches[name] for name in names])
-        cures = "; ".join(one.cures) or "[each symptom](docs/symptoms.md)"
+        cures = "<br>".join(one.cures) or "[each symptom](docs/symptoms.md)"
         cells = cures, f"**{one.name}**", one.whom, f"{len(names)}, +{added}", one.costs
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -20,37 +20,67 @@ KUBERNETES = "1.37"
 
 
 @pytest.fixture
-def pod() -> Any:
-    (deployment,) = yaml.safe_load_all(EXAMPLE.read_text())
-    return deployment["spec"]["template"]["spec"]
+def objects() -> dict[str, Any]:
+    found = yaml.safe_load_all(EXAMPLE.read_text())
+    return {one["kind"]: one for one in found}
 
 
-def test_it_is_valid() -> None:
-    (deployment,) = yaml.safe_load_all(EXAMPLE.read_text())
-    kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
+@pytest.fixture
+def pod(objects: dict[str, Any]) -> Any:
+    return objects["Deployment"]["spec"]["template"]["spec"]
+
+
+def test_it_is_valid(objects: dict[str, Any], pod: Any) -> None:
+    assert objects.keys() == {"Deployment", "Service", "PersistentVolumeClaim"}
+    for one in objects.values():
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    (container,) = pod["containers"]
     container["volumeMount"] = container.pop("volumeMounts")
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+        kubernetes_validate.validate(objects["Deployment"], KUBERNETES, strict=True)
 
 
-def test_limit_fits_into_the_slice(pod: Any) -> None:
+def test_objects_refer_to_each_other(objects: dict[str, Any], pod: Any) -> None:
+    service, spec = objects["Service"]["spec"], objects["Deployment"]["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["selector"] == spec["selector"]["matchLabels"] == labels
+    (server,) = pod["containers"]
+    names = {port["name"] for port in server["ports"]}
+    probes = (server[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
+    used = {probe["httpGet"]["port"] for probe in probes}
+    assert {port["targetPort"] for port in service["ports"]} == used == names
+    claims = [
+        v["persistentVolumeClaim"] for v in pod["volumes"] if v["name"] == "models"
+    ]
+    assert claims == [
+        {"claimName": objects["PersistentVolumeClaim"]["metadata"]["name"]}
+    ]
+    # One slice, one volume for one pod: the next one cannot start next to it.
+    assert spec["strategy"] == {"type": "Recreate"}
+
+
+def test_limit_is_that_of_the_rule(pod: Any) -> None:
+    """Of docs/slice.md."""
     (server,) = pod["containers"]
     limits = server["resources"]["limits"]
-    (gib,) = re.findall(r"--gpu-memory-limit-bytes=(\d+)G", " ".join(server["args"]))
+    (mib,) = re.findall(r"--gpu-memory-limit-bytes=(\d+)M", " ".join(server["args"]))
     assert limits["nvidia.com/gpu"] == 1
-    assert int(gib) << 10 < limits["nvidia.com/gpumem"]
+    assert int(mib) == limits["nvidia.com/gpumem"] - 512
+    page = (EXAMPLE.parents[2] / "docs/slice.md").read_text()
+    for argument in server["args"][1:]:
+        assert argument.replace("=", " ") in page
 
 
 def test_flag_of_the_limit_is_one_of_the_series(pod: Any) -> None:
-    (flag,) = re.findall(r"--gpu-memory[a-z-]+", " ".join(pod["containers"][0]["args"]))
+    flag = pod["containers"][0]["args"][1].partition("=")[0]
     patches = (EXAMPLE.parents[2] / "patches/v0.33.0").glob("*.patch")
     assert any(re.search(rf'^\+ +"{flag}"', p.read_text(), re.M) for p in patches)
 
 
-def test_both_containers_run_the_image_of_the_release(pod: Any) -> None:
+def test_both_containers_run_one_image(pod: Any) -> None:
     images = {c["image"] for c in pod["initContainers"] + pod["containers"]}
-    assert images == {"vllm/vllm-openai:v0.33.0"}
+    assert images == {"vllm/vllm-openai@sha256:DIGEST"}
+    assert "s/sha256:DIGEST/$digest/" in EXAMPLE.read_text()
 
 
 def test_every_mount_has_its_volume(pod: Any) -> None:

@@ -16,7 +16,7 @@ from tests.tools.project import ROOT
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.M)
-WORDS_OF_README = 920
+WORDS_OF_README, WORDS_OF_PAGES = 900, 32_000
 
 
 def tracked() -> list[Path]:
@@ -70,10 +70,20 @@ def test_another_figure_is_seen() -> None:
         filled(ROOT, "<!-- figure: most -->1<!-- end -->")
 
 
-def test_readme_is_short() -> None:
-    text = GENERATED.sub("", (ROOT / "README.md").read_text())
-    text = re.sub(r"<!--.*?-->|\(http[^)]*\)", "", text)
-    assert len(text.split()) <= WORDS_OF_README
+def words(page: Path) -> int:
+    """Of a page, without tables and figures that a command writes, comments and
+    addresses."""
+    text = MARK.sub("", GENERATED.sub("", page.read_text()))
+    written = not text.startswith("# On a GPU\n\nGenerated from")
+    return written * len(re.sub(r"<!--.*?-->|\(http[^)]*\)", "", text).split())
+
+
+def test_pages_are_short() -> None:
+    assert words(ROOT / "README.md") <= WORDS_OF_README
+    more = [ROOT / "vgpu/README.md", ROOT / "CONTRIBUTING.md"]
+    every = [page for page in [*pages(ROOT), *more] if page.suffix == ".md"]
+    each = {str(page.relative_to(ROOT)): words(page) for page in every}
+    assert sum(each.values()) <= WORDS_OF_PAGES, each
 
 
 @pytest.mark.parametrize(
