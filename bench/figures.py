@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
@@ -83,8 +84,9 @@ def table(path: Path, head: str, nth: int = 0) -> Iterator[list[str]]:
     Raises:
         Problem: there is none.
     """
-    parts = path.read_text().split(f"\n{head}")[1:]
-    lines = parts[nth].partition("\n\n")[0].splitlines()[2:] if parts[nth:] else []
+    below = path.read_text().split(f"\n{head}")[1 + nth :]
+    rest = below[0].splitlines()[2:] if below else []
+    lines = list(takewhile(lambda line: line.startswith("|"), rest))
     if not lines:
         raise Problem(f"{path} has no table that begins with {head!r}.")
     for line in lines:
@@ -318,10 +320,11 @@ def start_time(root: Path, column: int) -> str:
 
 def real_cards(root: Path) -> str:
     """Of the runs that judge: nothing was fitted to them. The worst of both rows."""
-    rows = [r for r in table(root / REAL, "| runs | replayed |") if "judging" in r[0]]
+    lines = published_runs.added(root).splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| judging")]
     number = sum(int(row[1].split()[0]) for row in rows)
     mean, worst, graphs = (
-        max(float(row[at].rstrip(" %")) for row in rows) for at in (2, 3, 5)
+        max(float(row[at].rstrip(" %|")) for row in rows) for at in (2, 3, 5)
     )
     quantities = list(table(root / REAL, "| runs | quantity |"))
     activations = max(

@@ -384,17 +384,16 @@ INTRODUCTION = """\
 # Predictions against real cards
 
 For whoever asks how far predictions of `make plan` can be trusted. The runs are stock
-vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 65
-and their sources. `make bench-plan` replays them. The engine of the same release
-starts, with dummy weights, on the virtual device with the profile of the same GPU. In
-each cell, the first figure is predicted, the second published. Some constants of the
-profiles are fitted to these runs ([below](#deviations-and-their-causes)). Patched vLLM
-ran on H200s and an H100 alone ([results](gpu.md)).
+vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 65 and their
+sources. `make bench-plan` replays them: the engine of the same release starts, with
+dummy weights, on the virtual device with the profile of the same GPU. In each cell, the
+first figure is predicted, the second published. Some constants of the profiles are
+fitted to these runs ([how](data/driver-constants.md)). The driver of the
+published runs is not known.
 
-For comparison: llm-d-planner is the best public planner that we know (formulas with a
-constant for each architecture). On similar runs it is off by 7.8 % on average and
-62 % at worst in KV cache memory, and by 213 % in activations. Its issue #205 is the
-source of most of these runs (llm-d-incubation/llm-d-planner).
+Most runs are from issue #205 of llm-d-planner, the best public planner that we know. On
+similar runs it is off by 7.8 % on average and 62 % at worst in KV cache memory, and by
+213 % in activations.
 """
 
 
@@ -406,16 +405,20 @@ def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
         "## Mean and worst",
         "",
         *([commit, ""] if commit else []),
+        "<!-- table: summary -->",
         *summary(replayed),
+        "<!-- end -->",
         "",
         *peer(replayed),
         "## Each run",
         "",
         "Predicted / published, in GiB and tokens.",
         "",
+        "<!-- table: each run -->",
         f"| run | release | {' | '.join(names)} |",
         "| --- " * 2 + "| ---: " * len(names) + "|",
         *(of_run(row) for row in replayed),
+        "<!-- end -->",
         "",
     ]
     left_out = [row for row in rows if row.left_out]
