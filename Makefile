@@ -14,7 +14,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "
   torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
   bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
   bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
-  bench-step bench-sleep bench-plan bench-peers bench-safe
+  bench-safe bench-step bench-sleep bench-plan bench-peers
 
 # Checked before anything is fetched or built.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2))$($(3)),,$(error make $(1): $(4) is needed)))
@@ -23,7 +23,7 @@ $(call needs,torch-tests,TESTS,,TESTS=<pytorch/test> (vgpu/README.md))
 $(call needs,rebase,TO,,TO=<vLLM release> (docs/upstream.md))
 $(call needs,drift,TO,,TO=<vLLM release> (docs/upstream.md))
 $(call needs,pr,TOPIC,FIRST,TOPIC=<patch> or FIRST=<number> (docs/upstream.md))
-WITH_SET := wheel overlay image verify plan envelope
+WITH_SET := wheel overlay image verify plan envelope bench-start
 WITHOUT_SET := $(filter-out $(WITH_SET) source vgpu,$(MAKECMDGOALS))
 $(if $(SET)$(TOPICS),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes the whole \
   series. SET= and TOPICS= are for $(WITH_SET))))
@@ -31,7 +31,7 @@ $(if $(SET)$(TOPICS),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes t
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-##@ Use (the first five, and envelope, take SET=name or TOPICS="a b"; all take BASE=release)
+##@ Use (the first five, envelope and bench-start take SET=name or TOPICS="a b"; all take BASE=release)
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
@@ -178,8 +178,8 @@ bench: .venv/ready  ## time and memory of make wheel
 bench-load: vgpu envelope  ## peak and time of loads in the sleep-mode pool
 	@$(call RUN,bench.load)
 
-bench-start: vgpu envelope  ## peak of a start by its budget
-	@$(call RUN,bench.start)
+bench-start: vgpu envelope  ## peak of a start by its budget, also of a SET=
+	@$(call SHIP,bench.start)
 
 bench-extensible: vgpu envelope  ## --enable-extensible-kv-cache, the estimate and stock: KV cache, time
 	@$(call RUN,bench.extensible)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.virtual import NAMES, SITES, recorded, results
+from scripts import topics
 from scripts.commands import Problem, command, write_whole
 from scripts.release import Base
 
@@ -48,6 +49,7 @@ def grid_options(parser: argparse.ArgumentParser) -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     grid_options(parser)
+    topics.options(parser)
     parser.add_argument(
         "--buffer", type=int, help="fragmentation_buffer_bytes of the patched"
     )
@@ -55,7 +57,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    base = Base.load(args.root, args.base)
+    base = topics.chosen(args)
     rows: list[Row] = []
     print("| model | runner | utilization | stock | peak/requested | KV, MiB "
           "| graphs: estimate, actual | patched | peak/requested | KV, MiB "

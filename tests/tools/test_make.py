@@ -38,7 +38,7 @@ def test_argument_that_is_missing(target: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile"]
 
 
-@pytest.mark.parametrize("target", ["gpu", "calibrate", "bench-start", "test"])
+@pytest.mark.parametrize("target", ["gpu", "calibrate", "bench-stock", "test"])
 @pytest.mark.parametrize("chosen", ["SET=core", "TOPICS=a"])
 def test_whole_series_is_measured(target: str, chosen: str, tmp_path: Path) -> None:
     done = make(tmp_path, target, chosen)
