@@ -16,7 +16,7 @@ from tests.tools.project import ROOT
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.M)
-WORDS_OF_README, WORDS_OF_PAGES = 900, 32_000
+WORDS_OF_README, WORDS_OF_PAGES = 900, 25_000
 
 
 def tracked() -> list[Path]:
