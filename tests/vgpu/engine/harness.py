@@ -105,7 +105,8 @@ def module_of(scenario: str) -> str:
 def environment_of(vllm: str, caches: Path) -> dict[str, str]:
     site = SITES[vllm]
     assert not site or (Path(site) / "vllm").is_dir(), "run 'make envelope' first"
-    paths = [site, str(ROOT), str(ROOT / "bench/plugin")]  # see block_ids.py
+    plugins = [str(ROOT / f"bench/{name}") for name in ("plugin", "report_plugin")]
+    paths = [site, str(ROOT), *plugins]  # see block_ids.py, plan_report.py
     base = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     # Benchmarks measure a start with all of them (on_the_host.py).
     base["WARM_UP_FEW_BATCHES"] = "1"
