@@ -133,6 +133,8 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run["process_held"] = control.process_used()
         runs.append({"seed": seed, "buffer": size} | run)
         control.other_process(-control.other())
+        if run["outcome"] != "served":
+            forget_step(engine)
         return bool(run["outcome"] == "served")
 
     needed: int | None = 0
@@ -171,6 +173,16 @@ def least(
         else:
             died = middle
     return lived
+
+
+def forget_step(engine: Any) -> None:
+    """Forget a step that failed: what was queued behind it would be the result of the
+    next one, and holds tensors."""
+    core = engine.engine_core.engine_core
+    if core.batch_queue:
+        core.batch_queue.clear()
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.execute_model_state = None
 
 
 def largest_batches(llm: Any) -> dict[str, Any]:
