@@ -68,7 +68,8 @@ static void zero(const Span* span) {
   physical_zero(span->physical, from, to - from);
   memset(span->start, 0, from - span->start);
   memset(to, 0, span->start + span->size - to);
-  if (span->size == span->physical->size) span->physical->written = false;
+  if (span->size == span->physical->size && !span->physical->shared)
+    span->physical->written = false;
 }
 
 CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {

@@ -21,6 +21,8 @@ typedef struct {
   int held;         // times the program holds the handle
   bool written;     // false: every byte is zero
   bool multicast;
+  bool shared;  // its contents are those of `file`, with other processes
+  int file;
   const char* cause;  // NULL: charged to others, or a multicast object
   CUmemAllocationProp properties;
 } Physical;
@@ -29,10 +31,10 @@ typedef struct {
   Physical* physical;
   uint64_t offset;  // in the physical memory
   bool readable, writable;
-  enum { BY_MALLOC, BY_POOL, BY_MAP, BY_GRAPH } by;
+  enum { BY_MALLOC, BY_POOL, BY_MAP, BY_GRAPH, BY_HANDLE } by;
   bool freed;  // once its stream gets there
   uint64_t requested;
-  void* owner;  // the pool, the page of small blocks, or a graph's memory
+  void* owner;  // the pool, the page of small blocks, a graph's memory, or a handle's
 } Mapping;
 
 extern Ranges mappings;  // device addresses that are backed
@@ -43,6 +45,9 @@ Physical* physical_take(int device, uint64_t size, const char* cause);
 Physical* physical_of_others(int device, uint64_t size);
 void physical_give(Physical* physical);  // one reference less
 char* physical_start(const Physical* physical);
+bool physical_share(Physical* physical);  // puts its contents into a file
+// Its contents are those of a file from now on. False: they stay, as does the file.
+bool physical_open(Physical* physical, int file);
 // Whole pages of it, by giving them back to the host.
 void physical_zero(const Physical* physical, char* from, uint64_t size);
 Mapping* mapping_add(uint64_t address, uint64_t size, Physical* physical);

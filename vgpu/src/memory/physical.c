@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "memory/memory.h"
 #include "state/account.h"
@@ -67,13 +68,55 @@ char* physical_start(const Physical* p) {
 }
 
 void physical_zero(const Physical* p, char* from, uint64_t size) {
-  madvise(from, size,
-          config.device[p->device].integrated ? MADV_REMOVE : MADV_DONTNEED);
+  bool file = p->shared || config.device[p->device].integrated;
+  madvise(from, size, file ? MADV_REMOVE : MADV_DONTNEED);
+}
+
+// -1: no file, but zero.
+static bool map_again(const Physical* p, int file) {
+  char* start = physical_start(p);
+  bool shared = file >= 0 || config.device[p->device].integrated;
+  int how = MAP_FIXED | MAP_NORESERVE | (shared ? MAP_SHARED : MAP_PRIVATE) |
+            (file < 0 ? MAP_ANONYMOUS : 0);
+  if (mmap(start, p->size, PROT_READ | PROT_WRITE, how, file, 0) == MAP_FAILED)
+    return false;
+  madvise(start, p->size, MADV_DONTFORK);
+  madvise(start, p->size, MADV_DONTDUMP);
+  return true;
+}
+
+bool physical_open(Physical* p, int file) {
+  if ((uint64_t)physical_start(p) % PAGE || p->size % PAGE) return false;
+  if (!map_again(p, file)) return false;
+  p->shared = p->written = true;
+  p->file = file;
+  return true;
+}
+
+bool physical_share(Physical* p) {
+  if (p->shared) return true;
+  int file = memfd_create("vgpu", MFD_CLOEXEC);
+  if (file < 0) return false;
+  bool whole = !ftruncate(file, (off_t)p->size);
+  for (uint64_t done = 0; whole && p->written && done < p->size;) {
+    ssize_t n = pwrite(file, physical_start(p) + done, p->size - done, (off_t)done);
+    whole = n > 0;
+    if (whole) done += (uint64_t)n;
+  }
+  if (whole && physical_open(p, file)) return true;
+  close(file);
+  return false;
 }
 
 static void forget(Physical* p) {
   if (!p->written) return;
   char* start = physical_start(p);
+  if (p->shared) {  // what other processes opened stays
+    close(p->file);
+    if (!map_again(p, -1)) abort();
+    p->shared = p->written = false;
+    return;
+  }
   char* from = (char*)(((uint64_t)start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
   char* to = (char*)((uint64_t)(start + p->size) & ~(uint64_t)(PAGE - 1));
   if (to <= from) {

@@ -10,7 +10,7 @@ typedef struct {
   CUmemorytype type;  // 0: unknown to CUDA
   int device;
   uint64_t start, size;
-  bool managed, by_map;
+  bool managed, by_malloc;
 } Pointer;
 
 static Pointer pointer_look_up(uint64_t address) {
@@ -24,7 +24,7 @@ static Pointer pointer_look_up(uint64_t address) {
                       r->start,
                       m->requested ? m->requested : r->size,
                       false,
-                      m->by == BY_MAP};
+                      m->by == BY_MALLOC};
   } else if ((r = ranges_at(&host_blocks, address))) {
     HostBlock* block = r->data;
     found =
@@ -97,8 +97,10 @@ static CUresult pointer_attribute(void* data, CUpointer_attribute attribute,
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
       *(unsigned long long*)data = p->start;
       return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+      *(bool*)data = p->by_malloc;
+      return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
       *(int*)data = 0;
       return CUDA_SUCCESS;
     default:

@@ -3,12 +3,14 @@
 #include "streams/stream.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "state/config.h"
 #include "state/context.h"
 #include "state/objects.h"
+#include "state/state.h"
 
 static uint64_t next_id = 1;
 
@@ -93,6 +95,8 @@ static CUresult add_callback(CUstream handle, void (*function)(void*), void* dat
 // ---- events
 
 static CUresult event_create(CUevent* handle, unsigned flags) {
+  if (flags & CU_EVENT_INTERPROCESS && !(flags & CU_EVENT_DISABLE_TIMING))
+    return CUDA_ERROR_INVALID_VALUE;
   Event* event = object_new(EVENT, sizeof *event);
   event->flags = flags;
   event->ordinal = current_ordinal();
@@ -106,6 +110,8 @@ static CUresult event_record(CUevent event, CUstream handle, unsigned flags) {
   CUresult error = CUDA_SUCCESS;
   bool captured = stream && stream->capture;
   if (!captured) event->mark = stream_mark(stream);
+  // Another process does not see how far this one is: nothing is behind there.
+  if (!captured && event->flags & CU_EVENT_INTERPROCESS) mark_finish(&event->mark);
   pthread_mutex_lock(&objects_lock);
   if (captured) {
     if (!stream->capture->valid) {
@@ -154,6 +160,34 @@ static CUresult event_elapsed(float* milliseconds, CUevent start, CUevent end) {
   return CUDA_SUCCESS;
 }
 
+// What a handle of an event holds. What is recorded there is done there, so the event
+// of who opens it is its own.
+typedef struct {
+  char kind[8];
+  ProcessId process;
+} Handle;
+static const char KIND[8] = "vgpu-evt";
+
+static CUresult event_export(void* handle, CUevent event) {
+  if (!object_is(event, EVENT) || !(event->flags & CU_EVENT_INTERPROCESS))
+    return CUDA_ERROR_INVALID_HANDLE;
+  if (!handle) return CUDA_ERROR_INVALID_VALUE;
+  Handle e = {.process = process_id()};
+  memcpy(e.kind, KIND, sizeof e.kind);
+  memset(handle, 0, sizeof(CUipcEventHandle));
+  memcpy(handle, &e, sizeof e);
+  return CUDA_SUCCESS;
+}
+
+static CUresult event_open(CUevent* event, const void* handle) {
+  Handle e;
+  memcpy(&e, handle, sizeof e);
+  if (!event || memcmp(e.kind, KIND, sizeof e.kind)) return CUDA_ERROR_INVALID_VALUE;
+  if (e.process.pid == process_id().pid) return CUDA_ERROR_INVALID_CONTEXT;
+  if (process_is_dead(&e.process)) return CUDA_ERROR_INVALID_HANDLE;
+  return event_create(event, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING);
+}
+
 // ---- the calls, runtime and driver
 
 BOTH(cudaStreamCreateWithFlags, cuStreamCreate, (cudaStream_t * s, unsigned flags),
@@ -182,6 +216,12 @@ BOTH(cudaEventRecord, cuEventRecord, (cudaEvent_t e, cudaStream_t s),
 BOTH(cudaEventRecordWithFlags, cuEventRecordWithFlags,
      (cudaEvent_t e, cudaStream_t s, unsigned flags),
      (CUevent e, CUstream s, unsigned flags), event_record(e, s, flags))
+BOTH(cudaIpcGetEventHandle, cuIpcGetEventHandle,
+     (cudaIpcEventHandle_t * handle, cudaEvent_t e),
+     (CUipcEventHandle * handle, CUevent e), event_export(handle, e))
+BOTH(cudaIpcOpenEventHandle, cuIpcOpenEventHandle,
+     (cudaEvent_t * e, cudaIpcEventHandle_t handle),
+     (CUevent * e, CUipcEventHandle handle), event_open(e, &handle))
 // An event has its context. PyTorch's watchdog of NCCL asks in a thread that has none,
 // and must not make one on device 0 for each rank.
 #define OF_EVENT(rt, drv, wait)          \
