@@ -609,6 +609,57 @@ def worker_driven_by_hand() -> dict[str, Any]:
     return {"blocks": planned[0].num_blocks}
 
 
+def replaced_on_the_class() -> dict[str, Any]:
+    """A function that another one wraps on the class, and that reads the KV cache.
+    Another process releases memory while vLLM profiles."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    neighbour(600)
+    caches: list[int] = []
+    initialize = Worker.initialize_from_config
+
+    def replaced(self: Any, config: Any) -> None:
+        neighbour(-sum(NEIGHBOURS))
+        initialize(self, config)
+        caches.append(len(self.model_runner.kv_caches))
+
+    Worker.initialize_from_config = replaced
+    llm = engine(gpu_memory_utilization=0.7)
+    return {"caches": caches, "tokens": serve(llm), "blocks": blocks(llm)}
+
+
+def replaced_on_the_object() -> dict[str, Any]:
+    """A function of the runner itself, with the parameters of the release."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    calls: list[int] = []
+    load = Worker.load_model
+
+    def loaded(self: Any, **more: Any) -> None:
+        load(self, **more)
+        initialize = self.model_runner.initialize_kv_cache
+
+        def replaced(config: Any, kv_cache_allocation_context: Any = None) -> None:
+            calls.append(config.num_blocks)
+            initialize(config, kv_cache_allocation_context=kv_cache_allocation_context)
+
+        self.model_runner.initialize_kv_cache = replaced
+
+    Worker.load_model = loaded
+    llm = engine()
+    served = {"tokens": serve(llm), "blocks": blocks(llm)}
+    return served | {"calls": len(calls), "whole": calls == [blocks(llm)]}
+
+
+def executor_replaced() -> dict[str, Any]:
+    """What the workers say is available, changed for all executors."""
+    from vllm.v1.executor.abstract import Executor
+
+    Executor.determine_available_memory = lambda self: [64 * MIB]
+    llm = engine()
+    return {"tokens": serve(llm), "as told": blocks(llm)}
+
+
 def fails(worker: Any) -> None:
     raise ValueError("a call fails")
 
@@ -630,6 +681,9 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
         process_made_by_others,
         own_loop_of_requests,
         worker_driven_by_hand,
+        replaced_on_the_class,
+        replaced_on_the_object,
+        executor_replaced,
     )
 }
 
