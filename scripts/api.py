@@ -11,8 +11,12 @@ extensions, and the text of messages. A name of one leading underscore counts, t
 A new name is no change, nor are a new keyword-only parameter with a default, a value
 where None was returned, a new last field, or another decorator. A call that passes such
 a parameter is one: a library may have replaced the function by one that has the
-release's. Whatever else is gone or different has its reason in changes.toml next to the
-patches, by file and name; no other name has one.
+release's. So are a file that no longer calls a function it has, a comparison that takes
+a function replaced on its class for vLLM's own, and a call that is sent to workers not
+by the name of a method that all of them have.
+
+Whatever else is gone or different has its reason in changes.toml next to the patches,
+by file and name; no other name has one.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ CHANGES = "changes.toml"
 KINDS = ("property", "cached_property", "staticmethod", "classmethod", "contextmanager")
 # A shorter part of a message is found in too many others.
 LEAST_TEXT = 12
+# Where the methods are that all workers have.
+WORKERS = "vllm/v1/worker/worker_base.py"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -108,8 +114,9 @@ def changes(tree: Path) -> Changes:
                 different[f"text {text[:60].strip()}"] = "is not said any more"
         if different:
             found[path] = different
-    for path, calls in new_keywords(pairs).items():
-        found[path] = found.get(path, {}) | calls
+    for more in (new_keywords(pairs), replaced(pairs), sent(pairs)):
+        for path, calls in more.items():
+            found[path] = found.get(path, {}) | calls
     return found
 
 
@@ -134,6 +141,65 @@ def new_keywords(pairs: dict[str, tuple[str, str]]) -> Changes:
                         call = f"{name}({keyword.arg}=)"
                         found.setdefault(path, {})[call] = "the release does not pass"
     return found
+
+
+def replaced(pairs: dict[str, tuple[str, str]]) -> Changes:
+    """Functions of the release that another one in their place would miss."""
+    found: Changes = {}
+    python = {path: pair for path, pair in pairs.items() if path.endswith(".py")}
+    methods = {
+        name.rpartition(".")[2]
+        for old, _ in python.values()
+        for name, how in python_names(old).items()
+        if "." in name and how.startswith("(")
+    }
+    for path, (old, new) in python.items():
+        here = found.setdefault(path, {})
+        known = {name.rpartition(".")[2] for name in python_names(new)}
+        called = {name_of(node.func) for node in calls_in(old)}
+        used = {name_of(node) for node in ast.walk(ast.parse(new))}
+        for name in called & known - used:
+            here[f"{name}()"] = "is not called there any more"
+        for node in ast.walk(ast.parse(new)):
+            if isinstance(node, ast.Compare):
+                for operator, to in zip(node.ops, node.comparators, strict=True):
+                    if isinstance(operator, ast.Is | ast.IsNot) and (
+                        isinstance(to, ast.Attribute) and to.attr in methods
+                    ):
+                        here[f"is {ast.unparse(to)}"] = "may be replaced on its class"
+    return {path: names for path, names in found.items() if names}
+
+
+def sent(pairs: dict[str, tuple[str, str]]) -> Changes:
+    """What the series alone sends to workers: not names, or of methods that workers of
+    a library lack."""
+    _, workers = pairs.get(WORKERS, ("", ""))
+    answered = {name.rpartition(".")[2] for name in python_names(workers)}
+    found: Changes = {}
+    for path, (old, new) in pairs.items():
+        if path.endswith(".py"):
+            was, now = ({*methods_sent(source)} for source in (old, new))
+            for method in now - was:
+                if method.strip("'") not in answered or method[0] != "'":
+                    call = f"collective_rpc({method})"
+                    found.setdefault(path, {})[call] = f"{WORKERS} does not answer it"
+    return found
+
+
+def methods_sent(source: str) -> Iterator[str]:
+    for node in calls_in(source):
+        if name_of(node.func) == "collective_rpc" and node.args:
+            yield ast.unparse(node.args[0])
+
+
+def calls_in(source: str) -> list[ast.Call]:
+    return [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
+
+
+def name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def show(tree: Path, revision: str, path: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.api import (
+    WORKERS,
     c_names,
     compare,
     keeps_calls,
@@ -13,6 +14,8 @@ from scripts.api import (
     new_keywords,
     parts,
     python_names,
+    replaced,
+    sent,
 )
 from tests.tools.project import SOURCES, Project
 
@@ -74,6 +77,40 @@ def test_keyword_that_a_replaced_function_does_not_take(
     old = "def run(x): ...\ndef step(): run(1)\n"
     new = f"def run(x, *, size=None): ...\ndef step(): {call}\n"
     assert list(new_keywords({"a.py": (old, new)}).get("a.py", {})) == found
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        ("run(1)", []),
+        ("self.measure()", ["run()"]),
+        ("f = run\n  return f(1)", []),
+        ("run(self.run is Worker.run)", ["is Worker.run"]),
+        ("run(self.run is None)", []),
+    ],
+)
+def test_function_that_is_replaced(step: str, found: list[str]) -> None:
+    old = "from a import run\nclass Worker:\n def run(self): run(1)\n"
+    new = f"from a import run\nclass Worker:\n def run(self):\n  {step}\n"
+    assert list(replaced({"b.py": (old, new)}).get("b.py", {})) == found
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ("'start'", False),
+        ("'grow'", False),
+        ("'other'", True),
+        ("grow", True),
+        ("lambda w: w.grow()", True),
+    ],
+)
+def test_executor_sends_names_alone(method: str, found: bool) -> None:
+    old = "executor.collective_rpc('start')\nexecutor.collective_rpc(kept)\n"
+    new = f"{old}executor.collective_rpc({method}, args=(1,))\n"
+    workers = "class WorkerBase:\n def grow(self): ...\n"
+    pairs = {"a.py": (old, new), WORKERS: ("", workers)}
+    assert ("a.py" in sent(pairs)) == found
 
 
 def test_messages_are_found_by_their_words() -> None:
