@@ -108,7 +108,7 @@ def table_of_sets(root: Path) -> list[str]:
     base = Base.load(root, releases(root)[0])
     patches = {patch.stem: patch for patch in base.patches()}
     lines = [
-        "| without it | set | for | patches, lines | costs |",
+        "| symptoms cured | set | for | patches, lines | costs |",
         "| --- | --- | --- | --- | --- |",
     ]
     for one in sets(root).values():

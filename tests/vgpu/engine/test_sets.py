@@ -25,6 +25,7 @@ from tests.vgpu.engine import test_prompt_rows as prompt_rows
 from tests.vgpu.engine import test_ranks as ranks
 from tests.vgpu.engine import test_shares as shares
 from tests.vgpu.engine import test_sleep_mode as sleep_mode
+from tests.vgpu.engine import test_suggestion as suggestion
 from tests.vgpu.engine import test_unified as unified
 from tests.vgpu.engine.harness import BASE, ROOT, run
 
@@ -56,6 +57,20 @@ def both(stock: Row, patched: Row, name: str) -> Callable[[Path], None]:
 def fragmentation_of(name: str) -> Callable[[Path], None]:
     dies = fragmentation.test_stock_fails_by_fragmentation
     return both(dies, fragmentation.test_patched_serves, name)
+
+
+def fragmentation_with_more(folder: Path) -> None:
+    """Without the topics that count the sampler's buffers, of 64 MiB here."""
+    fragmentation.test_stock_fails_by_fragmentation(fragmentation.MIXED, folder)
+    case = fragmentation.CASES[fragmentation.MIXED]
+    more = {"llm": case.get("llm", {}) | {"fragmentation_buffer_bytes": 192 * MIB}}
+    (load,) = fragmentation.serve(case | more, "envelope", folder)["runs"]
+    assert load["outcome"] == "served", load
+
+
+def suggested(folder: Path) -> None:
+    suggestion.test_stock_suggests_too_little(False, folder)
+    suggestion.test_patched_starts_with_what_it_suggests(False, folder)
 
 
 def start_in(name: str) -> Callable[[Path], None]:
@@ -170,6 +185,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "failed allocation": failed_allocation,
     "failing rank": failing_rank,
     "fragmentation": fragmentation_of("8B"),
+    "fragmentation, 192 MiB": fragmentation_with_more,
     "graphs": graphs,
     "growth": growth,
     "host memory": host_memory,
@@ -182,6 +198,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "prompt logprobs": fragmentation_of("8B, prompt logprobs"),
     "prompt logprobs, V2": prompt_logprobs,
     "share": share,
+    "suggestion": suggested,
     "who died": who_died,
 }
 # The cheapest of each set; `make test-long` has all.
