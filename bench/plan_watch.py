@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.wrap import wrap
 from vgpu import control
 
 PHASES = {
@@ -60,28 +60,29 @@ def watch_phase(
     told: Path,
 ) -> None:
     """Print that a phase of the first worker begins, and `note` its result."""
-    method = getattr(owner, name)
 
-    @functools.wraps(method)
-    def phase(worker: Any, *args: Any, **options: Any) -> Any:
-        if worker.rank > 0:
-            return method(worker, *args, **options)
-        print(f"PHASE {PHASES[name]}", flush=True)
-        result["phase"] = PHASES[name]
-        try:
-            done = method(worker, *args, **options)
-        except Exception as error:
-            if name == "load_model":
-                result.update(weights_of(worker.vllm_config, error))
+    def wrapper(method: Any) -> Any:
+        def phase(worker: Any, *args: Any, **options: Any) -> Any:
+            if worker.rank > 0:
+                return method(worker, *args, **options)
+            print(f"PHASE {PHASES[name]}", flush=True)
+            result["phase"] = PHASES[name]
+            try:
+                done = method(worker, *args, **options)
+            except Exception as error:
+                if name == "load_model":
+                    result.update(weights_of(worker.vllm_config, error))
+                if worker.parallel_config.world_size > 1:
+                    told.write_text(json.dumps(result))
+                raise
+            note(worker, done)
             if worker.parallel_config.world_size > 1:
-                told.write_text(json.dumps(result))
-            raise
-        note(worker, done)
-        if worker.parallel_config.world_size > 1:
-            told.write_text(json.dumps(result | {"outcome": "started"}))
-        return done
+                told.write_text(json.dumps(result | {"outcome": "started"}))
+            return done
 
-    setattr(owner, name, phase)
+        return phase
+
+    wrap(owner, name, wrapper)
 
 
 class Measured:
@@ -256,22 +257,23 @@ def runners() -> Iterator[Any]:
 def record_capture(runner: Any, result: dict[str, Any]) -> None:
     import torch
 
-    capture = runner.capture_model
+    def wrapper(capture: Any) -> Any:
+        def capturing(self: Any, **options: bool) -> int:
+            print("PHASE CUDA graphs", flush=True)
+            torch.accelerator.empty_cache()
+            before = torch.cuda.memory_reserved()
+            taken = int(capture(self, **options) or 0)
+            torch.accelerator.empty_cache()
+            if not options.get("profile_only"):
+                result["cuda_graphs"] = taken
+                result["cuda_graphs_torch"] = min(
+                    taken, torch.cuda.memory_reserved() - before
+                )
+            return taken
 
-    def capturing(self: Any, **options: bool) -> int:
-        print("PHASE CUDA graphs", flush=True)
-        torch.accelerator.empty_cache()
-        before = torch.cuda.memory_reserved()
-        taken = int(capture(self, **options) or 0)
-        torch.accelerator.empty_cache()
-        if not options.get("profile_only"):
-            result["cuda_graphs"] = taken
-            result["cuda_graphs_torch"] = min(
-                taken, torch.cuda.memory_reserved() - before
-            )
-        return taken
+        return capturing
 
-    runner.capture_model = capturing
+    wrap(runner, "capture_model", wrapper)
 
 
 def backends(worker: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import time
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.scenarios.wrap import after, before
+from bench.scenarios.wrap import after, before, wrap
 
 PHASES = (
     "init_device",
@@ -31,29 +30,31 @@ def record_graphs(result: dict[str, Any], profiles: int) -> None:
 
     from bench.scenarios import device
 
-    profile = Worker.determine_available_memory
+    def profiling(profile: Any) -> Any:
+        def call(worker: Worker) -> int:
+            result["requested"] = worker.requested_memory
+            since = worker.init_snapshot.free_memory - torch.cuda.mem_get_info()[0]
+            result["before_request"] = device.process_used() - since
+            result["estimates"] = []
+            for _ in range(profiles):
+                result["kv"] = int(profile(worker))
+                estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
+                result["estimates"].append(estimate)
+            result["estimate"] = estimate
+            return int(result["kv"])
 
-    def profiling(worker: Worker) -> int:
-        result["requested"] = worker.requested_memory
-        since = worker.init_snapshot.free_memory - torch.cuda.mem_get_info()[0]
-        result["before_request"] = device.process_used() - since
-        result["estimates"] = []
-        for _ in range(profiles):
-            result["kv"] = int(profile(worker))
-            estimate = int(getattr(worker, "cudagraph_memory_estimate", 0))
-            result["estimates"].append(estimate)
-        result["estimate"] = estimate
-        return int(result["kv"])
+        return call
 
-    Worker.determine_available_memory = functools.wraps(profile)(profiling)
-    if hasattr(Worker, "measure_available_kv_cache_memory"):  # not in the release
-        measure = Worker.measure_available_kv_cache_memory
-
-        def measuring(worker: Worker) -> int:
+    def measuring(measure: Any) -> Any:
+        def call(worker: Worker) -> int:
             result["kv"] = int(measure(worker))
             return int(result["kv"])
 
-        Worker.measure_available_kv_cache_memory = measuring
+        return call
+
+    wrap(Worker, "determine_available_memory", profiling)
+    if hasattr(Worker, "measure_available_kv_cache_memory"):  # not in the release
+        wrap(Worker, "measure_available_kv_cache_memory", measuring)
     for runner in V1, V2:
         record_capture(runner, result)
 
@@ -63,18 +64,19 @@ def record_capture(runner: Any, result: dict[str, Any]) -> None:
 
     from bench.scenarios import device
 
-    capture = runner.capture_model
+    def capturing(capture: Any) -> Any:
+        def call(self: Any, **options: bool) -> int:
+            torch.cuda.empty_cache()
+            before = device.used()
+            taken = capture(self, **options)
+            torch.cuda.empty_cache()
+            if not options.get("profile_only"):
+                result["graphs"] = device.used() - before
+            return int(taken)
 
-    def capturing(self: Any, **options: bool) -> int:
-        torch.cuda.empty_cache()
-        before = device.used()
-        taken = capture(self, **options)
-        torch.cuda.empty_cache()
-        if not options.get("profile_only"):
-            result["graphs"] = device.used() - before
-        return int(taken)
+        return call
 
-    runner.capture_model = capturing
+    wrap(runner, "capture_model", capturing)
 
 
 def record_suggestions(result: dict[str, Any]) -> None:
@@ -107,20 +109,20 @@ def time_phases(seconds: dict[str, float]) -> None:
     """Note how long each phase of the worker's start takes."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    def timed(name: str) -> None:
-        method = getattr(Worker, name)
+    def timed(name: str) -> Any:
+        def phase(method: Any) -> Any:
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                began = time.perf_counter()
+                outcome = method(*arguments, **keywords)
+                seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+                return outcome
 
-        @functools.wraps(method)
-        def phase(*arguments: Any, **keywords: Any) -> Any:
-            began = time.perf_counter()
-            outcome = method(*arguments, **keywords)
-            seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
-            return outcome
+            return call
 
-        setattr(Worker, name, phase)
+        return phase
 
     for name in PHASES:
-        timed(name)
+        wrap(Worker, name, timed(name))
 
 
 def time_details() -> dict[str, list[float]]:
@@ -140,23 +142,22 @@ def time_details() -> dict[str, list[float]]:
     open_phases = ["engine"]
 
     def timed(owner: Any, name: str, phase: bool = False) -> None:
-        original = getattr(owner, name, None)
-        if original is None:  # not in each build
-            return
+        def wrapper(original: Any) -> Any:
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                entry = details.setdefault(f"{open_phases[-1]}: {name}", [0.0, 0])
+                open_phases.extend([name] * phase)
+                began = time.perf_counter()
+                try:
+                    return original(*arguments, **keywords)
+                finally:
+                    entry[0] += time.perf_counter() - began
+                    entry[1] += 1
+                    del open_phases[len(open_phases) - phase :]
 
-        @functools.wraps(original)
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            entry = details.setdefault(f"{open_phases[-1]}: {name}", [0.0, 0])
-            open_phases.extend([name] * phase)
-            began = time.perf_counter()
-            try:
-                return original(*arguments, **keywords)
-            finally:
-                entry[0] += time.perf_counter() - began
-                entry[1] += 1
-                del open_phases[len(open_phases) - phase :]
+            return call
 
-        setattr(owner, name, call)
+        if hasattr(owner, name):  # not in each build
+            wrap(owner, name, wrapper)
 
     for name in PHASES:
         timed(Worker, name, phase=True)

@@ -1,4 +1,9 @@
-"""Do something before or after each call of a method, or of a module's function."""
+"""Do something before or after each call of a method, or of a module's function.
+
+Every function of vLLM's that a bench watches is wrapped here: the patched build takes
+one that is replaced without functools.wraps for a library's, and sizes the KV cache
+early.
+"""
 
 from __future__ import annotations
 
