@@ -30,11 +30,24 @@ def install() -> None:
     def described(self: Any, worker: Any) -> None:
         begin(self, worker)
         start, as_dict = describe_start(worker.vllm_config), self.report.as_dict
-        self.report.as_dict = lambda: (
-            as_dict() | {"start": start, "card": describe_card(worker.device)}
-        )
+
+        def as_described() -> dict[str, Any]:
+            if has_tied_again(worker):
+                start["model"]["tie_word_embeddings"] = True
+            return as_dict() | {"start": start, "card": describe_card(worker.device)}
+
+        self.report.as_dict = as_described
 
     StartupMemory.__init__ = described
+
+
+def has_tied_again(worker: Any) -> bool:
+    """Whether the head shares the memory of the embeddings, of which it is a copy. The
+    config says no more that it is tied, as the checkpoint has one."""
+    model = getattr(worker.model_runner, "model", None)
+    if model is None or not worker.model_config.word_embeddings_untied_by_checkpoint:
+        return False
+    return not any("lm_head" in name for name, _ in model.named_parameters())
 
 
 def describe_start(config: Any) -> dict[str, Any]:
