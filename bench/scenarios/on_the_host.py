@@ -122,13 +122,17 @@ def warm_up_few_batches() -> None:
 
 
 def count_unique_on_host() -> None:
-    """LoRA takes the size of a tensor from what torch.unique counts on the device."""
+    """LoRA takes the size of a tensor from what torch.unique counts on the device, and
+    loading experts in NVFP4 asks whether there is one value."""
     import torch
 
     unique = torch.unique
 
-    def counted(tensor: Any, **options: Any) -> Any:
-        return tuple(t.to(tensor.device) for t in unique(tensor.cpu(), **options))
+    def counted(tensor: Any, *args: Any, **options: Any) -> Any:
+        found = unique(tensor.cpu(), *args, **options)
+        if isinstance(found, torch.Tensor):
+            return found.to(tensor.device)
+        return tuple(each.to(tensor.device) for each in found)
 
     torch.unique = counted
 

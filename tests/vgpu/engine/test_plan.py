@@ -374,6 +374,20 @@ def test_size_of_repeats_is_counted_on_the_host() -> None:
 
 
 @pytest.mark.vgpu(memory="1GiB")
+def test_unique_values_are_counted_on_the_host() -> None:
+    import torch
+
+    from bench.scenarios.on_the_host import count_unique_on_host
+
+    count_unique_on_host()
+    x = torch.tensor([3, 1, 3, 3], device="cuda")
+    assert torch.unique(x).tolist() == [1, 3]
+    values, counts = torch.unique(x, return_counts=True)
+    assert (values.tolist(), counts.tolist()) == ([1, 3], [1, 3])
+    assert values.is_cuda and torch.unique(x).is_cuda
+
+
+@pytest.mark.vgpu(memory="1GiB")
 def test_rope_of_flashinfer_is_not_compiled() -> None:
     import torch
     from flashinfer.jit.core import JitSpec
