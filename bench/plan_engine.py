@@ -165,14 +165,19 @@ def dropped(
 def change_worker(result: dict[str, Any]) -> None:
     watch(result, Path(os.environ[TOLD]))
     sample_without_kernels()
-    quantize_without_weights()
-    fill_without_copies()
+    change_loading()
     compare_scales_on_host()
     count_repeats_on_host()
     broadcast_objects_without_kernels()
     reduce_by_own_kernel()
     with contextlib.suppress(ModuleNotFoundError):  # releases without these layers
         index_chunks_on_host()
+
+
+def change_loading() -> None:
+    """Load dummies as a checkpoint is loaded."""
+    quantize_without_weights()
+    fill_without_copies()
 
 
 def parse(flags: list[str]) -> Any:
@@ -290,7 +295,8 @@ def fill_without_copies() -> None:
     fill = getattr(weight_utils, name)
 
     def initialize(param: Any, *args: Any, **options: Any) -> None:
-        if not (param.is_cuda and param.is_floating_point() and param.itemsize == 1):
+        copied = param.is_cuda and param.is_floating_point() and param.itemsize == 1
+        if not (copied or param.is_pinned()):
             fill(param, *args, **options)
 
     for module in weight_utils, dummy_loader:

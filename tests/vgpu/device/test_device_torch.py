@@ -258,6 +258,43 @@ def test_streams_events_and_pinned_memory() -> None:
 
 
 @pytest.mark.vgpu(memory="8GiB")
+def test_copies_of_what_nobody_wrote_take_no_host_memory() -> None:
+    """Weights without a checkpoint that are offloaded: bytes are counted, all zero."""
+    import mmap
+    import resource
+
+    import torch
+
+    from vgpu import control
+
+    def resident() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+    size = GIB
+    first, second = torch.empty(2, size, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    shared = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), size, 0)
+    before = resident()
+    for host in pinned, shared:
+        host.copy_(first)
+    second.copy_(pinned)
+    pinned.copy_(second)
+    assert resident() - before < size // 16
+    assert control.pinned() == 2 * size
+
+    part = slice(MIB + 5, 4 * MIB + 7)
+    for host in pinned, shared:
+        host[: 5 * MIB] = 7
+        second[part].copy_(host[part])
+        assert second[: 5 * MIB].cpu().sum() == 7 * (part.stop - part.start)
+        second[part].copy_(first[part])
+        host[part].copy_(first[part])
+        assert not second[part].cpu().any() and not host[part].any()
+        assert host[part.start - 1] == host[part.stop] == 7
+
+
+@pytest.mark.vgpu(memory="8GiB")
 def test_matmul_and_kernels_run_as_nothing() -> None:
     import torch
 

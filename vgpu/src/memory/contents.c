@@ -1,5 +1,6 @@
 // What memory holds: copies and fills, and whether their addresses may be touched.
 #include <string.h>
+#include <sys/mman.h>
 
 #include "memory/memory.h"
 #include "state/config.h"
@@ -57,11 +58,35 @@ static bool check(uint64_t address, uint64_t size, bool write) {
   return true;
 }
 
+static bool is_zero(const char* start, uint64_t size) {
+  return !start[0] && !memcmp(start, start + 1, size - 1);
+}
+
+// Makes no page of the host that is not there. Reading one that is shared makes it.
+static void zero_host(char* start, uint64_t size) {
+  char* end = start + size;
+  char* from = start + (PAGE - (uint64_t)start % PAGE) % PAGE;
+  char* to = end - (uint64_t)end % PAGE;
+  bool removed = from < to && ranges_at(&host_blocks, (uint64_t)start) &&
+                 !madvise(from, to - from, MADV_REMOVE);
+  for (char *at = start, *next; at < end; at = next) {
+    next = MIN(end, at + PAGE - (uint64_t)at % PAGE);
+    if (removed && at == from)
+      next = to;
+    else if (!is_zero(at, next - at))
+      memset(at, 0, next - at);
+  }
+}
+
 static void zero(const Span* span) {
-  if (span->physical && !span->physical->written) return;
+  if (!span->physical) {
+    zero_host(span->start, span->size);
+    return;
+  }
+  if (!span->physical->written) return;
   char* from = (char*)(((uint64_t)span->start + PAGE - 1) & ~(uint64_t)(PAGE - 1));
   char* to = (char*)((uint64_t)(span->start + span->size) & ~(uint64_t)(PAGE - 1));
-  if (!span->physical || span->size < (1u << 20)) {
+  if (span->size < (1u << 20)) {
     memset(span->start, 0, span->size);
     return;
   }
@@ -83,7 +108,8 @@ CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
     span_at(to + done, size - done, true, &target);
     span_at(from + done, target.size, false, &source);
     target.size = source.size;
-    if (source.physical && !source.physical->written) {
+    bool unwritten = source.physical && !source.physical->written;
+    if (unwritten || is_zero(source.start, source.size)) {
       zero(&target);
     } else {
       if (target.physical) target.physical->written = true;
