@@ -288,7 +288,8 @@ def quantize_all(config_class: Any) -> None:
 
 def fill_without_copies() -> None:
     """Dummies of 8 bits are made from a copy of 16, which a checkpoint's weights are
-    not: leave them as they are, as kernels compute nothing here."""
+    not, and those in pinned memory take that of the host: leave both as they are, as
+    kernels compute nothing here."""
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
     name = "initialize_single_dummy_weight"

@@ -31,7 +31,7 @@ def install() -> None:
         begin(self, worker)
         start, as_dict = describe_start(worker.vllm_config), self.report.as_dict
 
-        def as_described() -> dict[str, Any]:
+        def as_described() -> Any:
             if has_tied_again(worker):
                 start["model"]["tie_word_embeddings"] = True
             return as_dict() | {"start": start, "card": describe_card(worker.device)}
