@@ -2,10 +2,10 @@
 
 Stock is started with and without expandable segments. A careful operator lowers
 --gpu-memory-utilization until the engine starts, serves the largest batches and random
-loads, and never takes more than its budget: another process holds everything else. By
-how much is found by bisection, with short loads. A start at the lowered utilization
-then serves the long loads, which may lower it further. The patched build is started
-once, at the budget, as it comes.
+loads, and never takes more than its budget. What it is lowered by leaves the KV cache,
+so one start tells: another process leaves the engine that much more than its budget.
+It is found by bisection, with short loads first. The patched build is started at the
+budget, as it comes.
 
 Rows are kept in a file, as they are measured; those that are there are not measured
 again. Writes the table of the page.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -31,8 +30,7 @@ from scripts.release import Base
 from scripts.topics_page import filled
 
 MIB = 1 << 20
-MEMORY = 48 << 30
-DEVICE = {"memory": MEMORY}
+DEVICE = {"memory": 48 << 30}
 GRAIN = 8  # MiB: the steps of the bisection
 SEEDS = (800, 801, 802)
 STEPS = 2000  # of each long load, at least
@@ -40,9 +38,10 @@ DATA = "docs/data/equal-safety.json"
 PAGE = "docs/equal-safety.md"
 TABLE = "equal safety"
 # Named as in the table.
+AS_RELEASED = "as released"
 STOCK: dict[str, dict[str, str]] = {
-    "": {},
-    "expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    AS_RELEASED: {},
 }
 GRAPHS = {"graphs": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,7 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated delta nets": hybrid(max_num_batched_tokens=2048),
     "Mamba2": {"model": "Mamba2", "llm": {"max_num_batched_tokens": 2048}},
     "8B, EAGLE": {"draft": 3},
-    "8B, n-grams": {"llm": {"speculative_config": NGRAM}},
+    "8B, n-grams": {
+        "llm": {"speculative_config": NGRAM, "max_num_batched_tokens": 4096}
+    },
     "8B, LoRA": {"lora": True},
     "vision": {"model": "vision", "load": "images"},
     "pooling": {
@@ -77,35 +78,34 @@ class Row:
     def name(self) -> str:
         return f"{self.model}, {self.runner}, {self.mode}, {self.budget}"
 
-    def case(self, lowered: int, **more: Any) -> dict[str, Any]:
-        """As scenarios/mixed_load.py takes it; the utilization is lowered by MiB."""
+    def case(self, **more: Any) -> dict[str, Any]:
+        """As scenarios/mixed_load.py takes it."""
         asked = MODELS[self.model]
-        share = self.budget - lowered * MIB / MEMORY
-        llm = asked.get("llm", {}) | {"gpu_memory_utilization": share}
+        llm = asked.get("llm", {}) | {"gpu_memory_utilization": self.budget}
         runner = V2 if self.runner == "V2" else {}
-        common = {"largest": True, "seeds": SEEDS, "share": self.budget}
+        common = {"largest": True, "seeds": SEEDS}
         return asked | MODES[self.mode] | runner | common | more | {"llm": llm}
 
 
 # What `make bench-safe` measures, of all models, runners, modes and budgets.
 GRID = (
     Row("8B", "V1", "eager", 0.5),
-    Row("8B", "V2", "eager", 0.5),
-    Row("8B", "V2", "compiled", 0.9),
-    Row("8B", "V1", "graphs", 0.7),
-    Row("8B of 32 layers", "V2", "eager", 0.9),
-    Row("small dense", "V2", "graphs", 0.5),
     Row("experts (30B-A3B)", "V2", "eager", 0.5),
-    Row("experts (30B-A3B)", "V2", "compiled", 0.7),
+    Row("small dense", "V2", "graphs", 0.5),
     Row("MLA", "V2", "graphs", 0.5),
-    Row("gated delta nets", "V1", "eager", 0.5),
-    Row("gated delta nets", "V2", "graphs", 0.7),
-    Row("Mamba2", "V1", "eager", 0.5),
-    Row("8B, EAGLE", "V2", "eager", 0.7),
-    Row("8B, n-grams", "V1", "eager", 0.5),
     Row("8B, LoRA", "V2", "eager", 0.5),
+    Row("8B, EAGLE", "V2", "eager", 0.7),
     Row("vision", "V2", "eager", 0.7),
     Row("pooling", "V2", "eager", 0.5),
+    Row("Mamba2", "V1", "eager", 0.5),
+    Row("8B, n-grams", "V1", "eager", 0.5),
+    Row("8B", "V2", "compiled", 0.9),
+    Row("gated delta nets", "V2", "graphs", 0.7),
+    Row("8B of 32 layers", "V2", "eager", 0.9),
+    Row("8B", "V2", "eager", 0.5),
+    Row("8B", "V1", "graphs", 0.7),
+    Row("experts (30B-A3B)", "V2", "compiled", 0.7),
+    Row("gated delta nets", "V1", "eager", 0.5),
 )
 
 
@@ -140,63 +140,38 @@ def main(args: argparse.Namespace) -> None:
         write_whole(page, filled(page.read_text(), {TABLE: lines}, PAGE))
 
 
-# What mixed_load says of a site with variables, lowered by so many MiB.
+# What mixed_load says of a site with variables.
 Serve = Callable[..., dict[str, Any]]
 
 
 def serve_loads(
-    base: Base, row: Row, site: str, kind: str, lowered: int, **more: Any
+    base: Base, row: Row, site: str, kind: str, **more: Any
 ) -> dict[str, Any]:
-    argument = json.dumps(row.case(lowered, **more))
+    argument = json.dumps(row.case(**more))
     *_, told = results(base, site, DEVICE, "mixed_load", argument, STOCK[kind], HOOKS)
     for run in told["runs"]:
         del run["each_step"]
     return told
 
 
-def needs(told: dict[str, Any]) -> int | None:
-    """MiB, a multiple of GRAIN, beyond the budget: of the start or a load."""
-    above = math.ceil(told["start_above"] / MIB / GRAIN) * GRAIN
-    return None if told["needed"] is None else max(told["needed"], above)
-
-
 def best(serve: Serve) -> dict[str, Any] | None:
-    """The stock vLLM with the most KV tokens that stays within the budget.
-
-    One with fewer tokens before its long loads than another after them is left out.
-    """
-    starts = []
-    for kind in STOCK:
-        told = serve("official", kind, 0, grain=GRAIN)
-        if (lowered := needs(told)) is not None:
-            share = 1 - lowered * MIB / told["available"]
-            starts.append((share * told["tokens"], kind, lowered))
+    """The stock vLLM with the most KV tokens that stays within the budget."""
     found: dict[str, Any] | None = None
-    for expected, kind, lowered in sorted(starts, reverse=True):
-        if found is not None and found["tokens"] >= expected:
-            break
-        tuned = confirmed(serve, kind, lowered)
-        if tuned and (found is None or tuned["tokens"] > found["tokens"]):
-            found = tuned
+    for kind in STOCK:
+        beat = found["tokens"] if found else 0
+        told = serve("official", kind, grain=GRAIN, steps=STEPS, beat=beat)
+        if (lowered := told["needed"]) is None:
+            continue
+        blocks = (told["available"] - lowered * MIB) // told["block"]
+        if (tokens := blocks * told["block_size"]) > beat:
+            found = {"kind": kind, "lowered": lowered, "tokens": tokens}
+            found |= {key: told[key] for key in ("available", "activations")}
     return found
-
-
-def confirmed(serve: Serve, kind: str, lowered: int) -> dict[str, Any] | None:
-    """A start with which the long loads stay within the budget."""
-    while True:
-        told = serve("official", kind, lowered, grain=GRAIN, steps=STEPS)
-        more = needs(told)
-        if more is None:
-            return None
-        if more == 0:
-            kept = {key: told[key] for key in ("tokens", "available", "activations")}
-            return {"kind": kind, "lowered": lowered} | kept
-        lowered += more
 
 
 def as_it_comes(serve: Serve) -> dict[str, Any]:
     """The patched build, started at the budget."""
-    told = serve("envelope", "", 0, steps=STEPS)
+    told = serve("envelope", AS_RELEASED, steps=STEPS)
     served = all(run["outcome"] == "served" for run in told["runs"])
     keys = ("tokens", "available", "activations", "set_aside", "start_above")
     return {"served": served} | {key: told[key] for key in keys}
@@ -213,7 +188,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         cells = [row["model"], row["runner"], row["mode"], f"{row['budget']:.1f}"]
         cells += ["none stays within", "", ""]
         if stock is not None:
-            cells[4:] = [stock["kind"] or "as released", str(stock["lowered"])]
+            cells[4:] = [stock["kind"], str(stock["lowered"])]
             cells.append(str(stock["tokens"]))
         fits = ours["served"] and not ours["start_above"]
         cells.append(str(ours["tokens"]) if fits else "out of memory")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 import sys
 import tempfile
@@ -37,11 +38,12 @@ DEFAULTS: dict[str, Any] = {
     # MiB, or None: the engine's own reserve. Each load is served with one after
     # the other until it lives.
     "buffers": [None],
-    # Or steps in MiB: the least reserve with which each load is served, after those
-    # before it; see least().
-    "grain": 0,
     "largest": False,  # serve the largest batches before the loads
-    "share": None,  # what another process leaves of the device, if not the budget
+    # Or steps in MiB: the least reserve with which each load is served, first without
+    # "steps", then with them. Each is at least that of the one before; see least().
+    "grain": 0,
+    # Then no reserve is tried with which the KV cache would have fewer tokens.
+    "beat": 0,
     "alone": False,
     "llm": {},  # further arguments of LLM
 }
@@ -109,15 +111,17 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     snapshot = worker.init_snapshot
     held = snapshot.total_memory - snapshot.free_memory
     budget = held + int(worker.requested_memory)
-    if case["share"] is not None:
-        budget = held + int(case["share"] * snapshot.total_memory)
     above = max(0, control.process_peak() - budget)
     loras = models.write_loras(case["model"], folder, 8) if case["lora"] else []
     set_aside = start.set_aside(worker) or 0
     kind = LOADS[case["load"]]
     runs: list[dict[str, Any]] = []
 
-    def lives(seed: int | None, buffer: int | None) -> bool:
+    available = int(worker.available_kv_cache_memory_bytes)
+    layout = worker.model_runner.kv_cache_config
+    block = sum(t.size for t in layout.kv_cache_tensors) // layout.num_blocks
+
+    def lives(seed: int | None, steps: int, buffer: int | None) -> bool:
         """Whether a load is served with this reserve; None: the largest batches."""
         gc.collect()  # memory that the frames of an exception held
         torch.cuda.empty_cache()
@@ -128,7 +132,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         if seed is None:
             run = largest_batches(llm)
         else:
-            run = load(engine, kind, random.Random(seed), loras, limit, case["steps"])
+            run = load(engine, kind, random.Random(seed), loras, limit, steps)
         run["process_peak"] = control.process_peak()
         run["process_held"] = control.process_used()
         runs.append({"seed": seed, "buffer": size} | run)
@@ -137,18 +141,28 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             forget_step(engine)
         return bool(run["outcome"] == "served")
 
-    needed: int | None = 0
-    for seed in [None] * case["largest"] + case["seeds"]:
-        if not case["grain"]:
-            any(lives(seed, buffer) for buffer in case["buffers"])
-        elif needed is not None:
-            needed = least(partial(lives, seed), needed, case["grain"], MOST)
+    loads = [(seed, case["steps"]) for seed in case["seeds"]]
+    if case["largest"]:
+        loads.insert(0, (None, 0))
+    needed: int | None = None
+    if grain := case["grain"]:
+        needed = math.ceil(above / MIB / grain) * grain
+        most = (available - case["beat"] // cache.block_size * block) // MIB
+        for seed, steps in [(seed, 0) for seed, _ in loads] + loads:
+            if needed is not None:
+                serves = partial(lives, seed, steps)
+                needed = least(serves, needed, grain, min(most, MOST))
+    else:
+        for seed, steps in loads:
+            any(lives(seed, steps, buffer) for buffer in case["buffers"])
     return {
         "start_above": above,
         "needed": needed,  # MiB, with "grain"; None: more than was tried
+        "block": block,  # bytes
+        "block_size": cache.block_size,
         "activations": worker.peak_activation_memory,
         "tokens": cache.num_gpu_blocks * cache.block_size,
-        "available": int(worker.available_kv_cache_memory_bytes),
+        "available": available,
         "set_aside": set_aside,
         "runs": runs,
     }

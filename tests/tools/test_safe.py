@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.safe import GRAIN, MIB, Row, best, table
+from bench.safe import MIB, Row, best, table
 from bench.scenarios.mixed_load import least
 
 
@@ -30,40 +30,32 @@ def test_more_than_is_tried() -> None:
     assert least(lambda _: False, 16, 8, 256) is None
 
 
-class Stock:
-    """Engines that need so many MiB beyond their budget, and more for long loads."""
-
-    def __init__(self, need: int, more: int = 0, above: int = 0) -> None:
-        self.need, self.more, self.above = need, more, above
-
-    def told(self, lowered: int, long: bool) -> dict[str, Any]:
-        missing = self.need + self.more * long - lowered
-        return {
-            "needed": max(0, -(-missing // GRAIN) * GRAIN),
-            "start_above": max(0, (self.above - lowered) * MIB),
-            "tokens": 16 * (1000 - lowered),
-            "available": (1000 - lowered) * MIB,
-            "activations": 0,
-        }
-
-
 @pytest.mark.parametrize(
-    ("stocks", "kind", "lowered"),
+    ("expandable", "released", "kind", "lowered"),
     [
-        ((Stock(64), Stock(24)), "expandable segments", 24),
-        ((Stock(8), Stock(24)), "", 8),
-        ((Stock(8, above=60), Stock(24)), "expandable segments", 24),
-        ((Stock(8, more=80), Stock(24)), "expandable segments", 24),
-        ((Stock(8, more=8), Stock(24)), "", 16),
-        ((Stock(0), Stock(0)), "expandable segments", 0),
+        (24, 64, "expandable", 24),
+        (24, 8, "as released", 8),
+        (0, 0, "expandable", 0),
+        (None, 8, "as released", 8),
+        (24, None, "expandable", 24),
     ],
 )
-def test_best_stock(stocks: tuple[Stock, Stock], kind: str, lowered: int) -> None:
-    kinds = dict(zip(("", "expandable segments"), stocks, strict=True))
-
-    def serve(site: str, kind: str, lowered: int, **more: Any) -> dict[str, Any]:
+def test_best_stock(
+    expandable: int | None, released: int | None, kind: str, lowered: int
+) -> None:
+    def serve(site: str, kind: str, *, beat: int, **_: Any) -> dict[str, Any]:
         assert site == "official"
-        return kinds[kind].told(lowered, "steps" in more)
+        if kind == "expandable" or expandable is None:
+            assert beat == 0
+        else:
+            assert beat == 16 * (1000 - expandable)
+        return {
+            "needed": expandable if kind == "expandable" else released,
+            "available": 1000 * MIB + 7,
+            "block": MIB,
+            "block_size": 16,
+            "activations": 0,
+        }
 
     found = best(serve)
     assert found is not None
@@ -73,7 +65,7 @@ def test_best_stock(stocks: tuple[Stock, Stock], kind: str, lowered: int) -> Non
 
 def test_table_says_who_has_more() -> None:
     row = {"model": "8B", "runner": "V1", "mode": "eager", "budget": 0.5}
-    stock = {"kind": "", "lowered": 64, "tokens": 1000}
+    stock = {"kind": "as released", "lowered": 64, "tokens": 1000}
     ours = {"served": True, "start_above": 0, "tokens": 1010}
     died = ours | {"served": False}
     rows = [
@@ -88,7 +80,8 @@ def test_table_says_who_has_more() -> None:
     ]
 
 
-def test_utilization_is_lowered_and_the_budget_is_not() -> None:
-    case = Row("8B, LoRA", "V2", "graphs", 0.5).case(48, steps=7)
-    assert case["llm"] == {"gpu_memory_utilization": 0.5 - 48 / 49152}
-    assert (case["share"], case["steps"], case["lora"]) == (0.5, 7, True)
+def test_case_of_a_row() -> None:
+    case = Row("8B, n-grams", "V2", "graphs", 0.7).case(steps=7)
+    assert case["llm"]["gpu_memory_utilization"] == 0.7
+    assert case["llm"]["max_num_batched_tokens"] == 4096
+    assert (case["v2"], case["graphs"], case["steps"]) == (True, True, 7)
