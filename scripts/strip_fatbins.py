@@ -13,6 +13,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
+
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
 
 MAGIC = 0xBA55ED50
 PTX, CUBIN = 1, 2
@@ -35,7 +39,7 @@ def strip_fatbins(elf: bytearray, architecture: int) -> int:
     not a damaged file.
 
     Raises:
-        ValueError: it is no 64-bit ELF file, or a container is malformed.
+        ValueError: it is no ELF file, or a container is malformed.
     """
     containers = [
         (
@@ -69,10 +73,14 @@ def strip_fatbins(elf: bytearray, architecture: int) -> int:
 
 def _containers(elf: bytearray) -> Iterator[tuple[int, int, int]]:
     """Offset, header bytes and content bytes of each."""
-    section = _section(elf, b".nv_fatbin")
+    try:
+        section = ELFFile(BytesIO(elf)).get_section_by_name(".nv_fatbin")
+    except ELFError as error:
+        raise ValueError(f"not an ELF file: {error}") from error
     if section is None:
         return
-    position, end = section
+    position = section["sh_offset"]
+    end = position + section["sh_size"]
     while position + CONTAINER.size <= end:
         magic, _, header, size = CONTAINER.unpack_from(elf, position)
         if magic != MAGIC:
@@ -92,21 +100,3 @@ def _entries(elf: bytearray, position: int, end: int) -> Iterator[Entry]:
             )
         yield Entry(kind, architecture, bytes(elf[position:after]))
         position = after
-
-
-def _section(elf: bytearray, wanted: bytes) -> tuple[int, int] | None:
-    """Offset and end of a section."""
-    if elf[:5] != b"\x7fELF\x02":
-        raise ValueError("not a 64-bit ELF file")
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    entry_size, number, names = struct.unpack_from("<HHH", elf, 58)
-    sections = [
-        struct.unpack_from("<I20xQQ", elf, table + i * entry_size)
-        for i in range(number)
-    ]
-    strings = sections[names][1]
-    for name, offset, size in sections:
-        begin = strings + name
-        if elf[begin : elf.index(0, begin)] == wanted:
-            return offset, offset + size
-    return None

@@ -78,7 +78,7 @@ def test_damaged_kernels_are_an_error(tmp_path: Path) -> None:
     binary = bytearray(library(tmp_path, bytes(damaged)).read_bytes())
     with pytest.raises(ValueError, match="do not fill their container"):
         strip_fatbins(binary, 90)
-    with pytest.raises(ValueError, match="not a 64-bit ELF file"):
+    with pytest.raises(ValueError, match="not an ELF file"):
         strip_fatbins(bytearray(b"#!/bin/sh"), 90)
 
 
