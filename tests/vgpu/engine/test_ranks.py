@@ -199,7 +199,7 @@ def test_all_ranks_sleep_and_wake_up_or_none(vllm: str, tmp_path: Path) -> None:
     assert refused["error"] and (used["wake without room"] == asleep) == ours
     assert steps["wake"]["returned"] is True
     assert steps["sleep fails"]["error"]
-    assert steps["is asleep"]["returned"] is not ours
+    assert steps["is asleep"]["returned"] is True
     assert steps["wake after"]["returned"] is True
     # The release says that it is awake, too.
     assert (used["wake after"] == awake) == ours, used

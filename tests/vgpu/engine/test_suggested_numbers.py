@@ -123,7 +123,7 @@ SAYS = {
                 "gpu_memory_limit_bytes": 3 * GIB,
             },
         },
-        r"Set it to at most (\d+), or raise",
+        r"set kv_cache_memory_bytes to at most (\d+), or leave",
         lambda case, _, said: [asks(case, kv_cache_memory_bytes=int(said[0]))],
     ),
     "a limit above the device": Says(
