@@ -13,9 +13,11 @@ import contextlib
 import hashlib
 import os
 import sys
+import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,7 +240,10 @@ def fetch(artifact: Artifact, version: str) -> Path:
                     f"the package index has no {artifact.file} (vLLM {version}). "
                     "Check PIP_INDEX_URL."
                 )
-            client.download_package(found[0], part, verify=False, timeout=60)
+            download = partial(
+                client.download_package, found[0], part, verify=False, timeout=60
+            )
+            persist(download)
         actual = sha256(part)
         if actual != artifact.sha256:
             raise Problem(
@@ -248,6 +253,18 @@ def fetch(artifact: Artifact, version: str) -> Path:
             )
         part.rename(target)
     return target
+
+
+def persist(download: Callable[[], None]) -> None:
+    """Try thrice: a connection may break off within hundreds of MiB."""
+    from requests.exceptions import ChunkedEncodingError, ConnectionError, Timeout
+
+    for wait in 1, 4:
+        try:
+            return download()
+        except (ChunkedEncodingError, ConnectionError, Timeout):
+            time.sleep(wait)
+    return download()
 
 
 def published(version: str) -> list[Artifact]:

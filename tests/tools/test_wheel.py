@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -17,7 +18,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from requests.exceptions import ChunkedEncodingError
 
+from scripts import release
 from tests.tools.project import INFO, METADATA, Project, tamper
 
 
@@ -146,6 +149,24 @@ def test_damaged_download_is_fetched_again(built: Project) -> None:
     built.wheel().unlink()
     built.ok("build_wheel", "--arch", "x86_64")
     assert cached.read_bytes() == good
+
+
+@pytest.mark.parametrize(("breaks", "asked"), [(0, 1), (2, 3), (3, 3)])
+def test_download_that_breaks_off_is_tried_again(
+    breaks: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def download() -> None:
+        tries.append(1)
+        if len(tries) <= breaks:
+            raise ChunkedEncodingError
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    fails = breaks == 3
+    with pytest.raises(ChunkedEncodingError) if fails else contextlib.nullcontext():
+        release.persist(download)
+    assert len(tries) == asked
 
 
 def test_no_network(project: Project) -> None:
