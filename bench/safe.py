@@ -7,8 +7,8 @@ so one start tells: another process leaves the engine that much more than its bu
 It is found by bisection, with short loads first. The patched build is started at the
 budget, as it comes.
 
-Rows are kept in a file, as they are measured; those that are there are not measured
-again. Writes the table of the page.
+Rows are kept in a file, which a row is in when all its engines have served; those that
+are there are not measured again. Writes the table of the page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,7 @@ GRID = (
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="pattern: rows whose name has it")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a load, at least")
     parser.add_argument("--data", type=Path, help=f"file of the rows ({DATA})")
 
 
@@ -122,17 +123,13 @@ def main(args: argparse.Namespace) -> None:
     chosen = [row for row in GRID if re.search(args.only, row.name)]
     if not chosen:
         raise Problem("--only: no row is left.")
-    for row in chosen:
-        if row.name in rows:
-            continue
-        print(row.name, file=sys.stderr, flush=True)
-        serve = partial(serve_loads, base, row)
-        told = {"stock": best(serve), "patched": as_it_comes(serve)}
-        rows[row.name] = asdict(row) | {"name": row.name} | told
-        rows[row.name]["recorded"] = recorded(args.root)
-        kept = {"device": DEVICE, "seeds": SEEDS, "steps": STEPS, "grain": GRAIN}
-        kept["rows"] = [rows[row.name] for row in GRID if row.name in rows]
-        write_whole(file, json.dumps(kept, indent=1) + "\n")
+    missing = [row for row in chosen if row.name not in rows]
+    for row, told in measure(partial(serve, base), missing, args.steps):
+        how = {"name": row.name, "seeds": SEEDS, "steps": args.steps, "grain": GRAIN}
+        rows[row.name] = how | asdict(row) | told | {"recorded": recorded(args.root)}
+        kept = [rows[row.name] for row in GRID if row.name in rows]
+        data = {"device": DEVICE, "rows": kept}
+        write_whole(file, json.dumps(data, indent=1) + "\n")
     lines = table([rows[row.name] for row in GRID if row.name in rows])
     print("\n".join(lines))
     if args.data is None:
@@ -140,38 +137,69 @@ def main(args: argparse.Namespace) -> None:
         write_whole(page, filled(page.read_text(), {TABLE: lines}, PAGE))
 
 
-# What mixed_load says of a site with variables.
-Serve = Callable[..., dict[str, Any]]
+# What mixed_load says of cases on a site with variables.
+Serve = Callable[[str, dict[str, str], list[dict[str, Any]]], Iterator[dict[str, Any]]]
 
 
-def serve_loads(
-    base: Base, row: Row, site: str, kind: str, **more: Any
-) -> dict[str, Any]:
-    argument = json.dumps(row.case(**more))
-    *_, told = results(base, site, DEVICE, "mixed_load", argument, STOCK[kind], HOOKS)
-    for run in told["runs"]:
-        del run["each_step"]
-    return told
+def serve(
+    base: Base, site: str, variables: dict[str, str], cases: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    argument = json.dumps(cases)
+    for told in results(base, site, DEVICE, "mixed_load", argument, variables, HOOKS):
+        for run in told.get("runs", ()):
+            del run["each_step"]
+        yield told
 
 
-def best(serve: Serve) -> dict[str, Any] | None:
-    """The stock vLLM with the most KV tokens that stays within the budget."""
-    found: dict[str, Any] | None = None
-    for kind in STOCK:
-        beat = found["tokens"] if found else 0
-        told = serve("official", kind, grain=GRAIN, steps=STEPS, beat=beat)
-        if (lowered := told["needed"]) is None:
-            continue
-        blocks = (told["available"] - lowered * MIB) // told["block"]
-        if (tokens := blocks * told["block_size"]) > beat:
-            found = {"kind": kind, "lowered": lowered, "tokens": tokens}
-            found |= {key: told[key] for key in ("available", "activations")}
-    return found
+def measure(
+    serve: Serve, rows: list[Row], steps: int
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Each row with its best stock vLLM, and the patched one as it comes."""
+    stock: dict[Row, dict[str, Any] | None] = dict.fromkeys(rows)
+    for kind, variables in STOCK.items():
+        cases = [
+            row.case(grain=GRAIN, steps=steps, beat=tokens_of(found))
+            for row, found in stock.items()
+        ]
+        ran = serve("official", variables, cases) if cases else ()
+        for row, told in zip(rows, ran, strict=True):
+            progress(row, f"stock, {kind}", told)
+            stock[row] = better(stock[row], kind, told)
+    cases = [row.case(steps=steps) for row in rows]
+    ran = serve("envelope", {}, cases) if cases else ()
+    for row, told in zip(rows, ran, strict=True):
+        progress(row, "patched", told)
+        yield row, {"stock": stock[row], "patched": as_it_comes(told)}
 
 
-def as_it_comes(serve: Serve) -> dict[str, Any]:
-    """The patched build, started at the budget."""
-    told = serve("envelope", AS_RELEASED, steps=STEPS)
+def progress(row: Row, build: str, told: dict[str, Any]) -> None:
+    """
+    Raises:
+        Problem: the engine did not start.
+    """
+    if "runs" not in told:
+        raise Problem(f"{row.name}, {build}: {told}")
+    print(f"{row.name}: {build}", file=sys.stderr, flush=True)
+
+
+def tokens_of(found: dict[str, Any] | None) -> int:
+    return found["tokens"] if found else 0
+
+
+def better(
+    found: dict[str, Any] | None, kind: str, told: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The stock vLLM that has more KV tokens when it stays within the budget."""
+    if (lowered := told["needed"]) is None:
+        return found
+    blocks = (told["available"] - lowered * MIB) // told["block"]
+    if (tokens := blocks * told["block_size"]) <= tokens_of(found):
+        return found
+    kept = {key: told[key] for key in ("available", "activations")}
+    return {"kind": kind, "lowered": lowered, "tokens": tokens} | kept
+
+
+def as_it_comes(told: dict[str, Any]) -> dict[str, Any]:
     served = all(run["outcome"] == "served" for run in told["runs"])
     keys = ("tokens", "available", "activations", "set_aside", "start_above")
     return {"served": served} | {key: told[key] for key in keys}

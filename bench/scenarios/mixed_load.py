@@ -4,6 +4,9 @@ The argument is a JSON object; DEFAULTS lists its keys. The engine starts on a d
 with memory to spare. Another process then takes all that was not requested; with
 "buffers", it leaves more or less, by the difference to the engine's own buffer. If it
 is "alone", nobody takes anything.
+
+Of a list of such objects, each is served in a process forked from this one, which has
+imported vLLM; prints a RESULT line for each.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -23,6 +27,7 @@ from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
 from bench.scenarios.on_the_host import compute_on_host
 from bench.scenarios.result import print_result
+from bench.scenarios.start_each import import_vllm, tell_death
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -68,7 +73,22 @@ CALLS = {
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    cases = json.loads(sys.argv[1])
+    if isinstance(cases, dict):
+        serve_one(cases)
+        return
+    import_vllm()
+    for case in cases:
+        child = os.fork()
+        if child == 0:
+            serve_one(case)
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        tell_death(status)
+
+
+def serve_one(asked: dict[str, Any]) -> None:
     assert asked.keys() <= DEFAULTS.keys(), asked
     case = DEFAULTS | asked
     start.configure(case["v2"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from bench.safe import MIB, Row, best, table
+from bench.safe import MIB, Row, measure, table
 from bench.scenarios.mixed_load import least
 
 
@@ -43,24 +44,31 @@ def test_more_than_is_tried() -> None:
 def test_best_stock(
     expandable: int | None, released: int | None, kind: str, lowered: int
 ) -> None:
-    def serve(site: str, kind: str, *, beat: int, **_: Any) -> dict[str, Any]:
-        assert site == "official"
-        if kind == "expandable" or expandable is None:
-            assert beat == 0
-        else:
-            assert beat == 16 * (1000 - expandable)
-        return {
-            "needed": expandable if kind == "expandable" else released,
-            "available": 1000 * MIB + 7,
-            "block": MIB,
-            "block_size": 16,
-            "activations": 0,
-        }
+    beaten: list[int] = []
 
-    found = best(serve)
-    assert found is not None
-    assert (found["kind"], found["lowered"]) == (kind, lowered)
-    assert found["tokens"] == 16 * (1000 - lowered)
+    def serve(
+        site: str, variables: dict[str, str], cases: list[dict[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        for case in cases:
+            told: dict[str, Any] = {
+                "available": 1000 * MIB + 7,
+                "block": MIB,
+                "block_size": 16,
+            }
+            told |= {"needed": expandable if variables else released, "activations": 0}
+            if site == "envelope":
+                told |= {"tokens": 16 * 990, "set_aside": 0, "start_above": 0}
+            else:
+                beaten.append(case["beat"])
+            yield told | {"runs": [{"outcome": "served"}]}
+
+    row = Row("8B", "V1", "eager", 0.5)
+    ((measured, told),) = measure(serve, [row], steps=7)
+    assert measured == row
+    assert (told["stock"]["kind"], told["stock"]["lowered"]) == (kind, lowered)
+    assert told["stock"]["tokens"] == 16 * (1000 - lowered)
+    assert told["patched"]["served"]
+    assert beaten == [0, 0 if expandable is None else 16 * (1000 - expandable)]
 
 
 def test_table_says_who_has_more() -> None:
