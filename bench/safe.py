@@ -207,17 +207,17 @@ def as_it_comes(told: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| model | runner | mode | budget | stock: segments | lowered by, MiB "
+        "| model | runner | mode | budget | steps | stock: segments | lowered by, MiB "
         "| KV tokens | patched: KV tokens | more than stock |",
-        "| --- " * 9 + "|",
+        "| --- " * 10 + "|",
     ]
     for row in rows:
         stock, ours = row["stock"], row["patched"]
-        cells = [row["model"], row["runner"], row["mode"], f"{row['budget']:.1f}"]
-        cells += ["none stays within", "", ""]
-        if stock is not None:
-            cells[4:] = [stock["kind"], str(stock["lowered"])]
-            cells.append(str(stock["tokens"]))
+        cells = [str(row[k]) for k in ("model", "runner", "mode", "budget", "steps")]
+        if stock is None:
+            cells += ["none stays within", "", ""]
+        else:
+            cells += [str(stock[key]) for key in ("kind", "lowered", "tokens")]
         fits = ours["served"] and not ours["start_above"]
         cells.append(str(ours["tokens"]) if fits else "out of memory")
         cells.append("")

@@ -73,13 +73,14 @@ def test_best_stock(
 
 def test_table_says_who_has_more() -> None:
     row = {"model": "8B", "runner": "V1", "mode": "eager", "budget": 0.5}
+    row |= {"steps": 2000}
     stock = {"kind": "as released", "lowered": 64, "tokens": 1000}
     ours = {"served": True, "start_above": 0, "tokens": 1010}
     died = ours | {"served": False}
     rows = [
         row | {"stock": s, "patched": p} for s in (stock, None) for p in (ours, died)
     ]
-    cells = [[c.strip() for c in line.split("|")[5:-1]] for line in table(rows)[2:]]
+    cells = [[c.strip() for c in line.split("|")[6:-1]] for line in table(rows)[2:]]
     assert cells == [
         ["as released", "64", "1000", "1010", "+10 (+1.00%)"],
         ["as released", "64", "1000", "out of memory", ""],
