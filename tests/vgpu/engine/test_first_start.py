@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.scenarios.models import MODELS
 from tests.vgpu.engine.harness import run
 
 MIB = 2**20
@@ -71,8 +72,8 @@ def cold_and_warm(
 ) -> list[dict[str, Any]]:
     cold, warm = starts(case, vllm, folder, device)
     assert cold["outcome"] == warm["outcome"] == "started", (cold, warm)
-    # A benchmark launches a kernel many times.
-    assert cold["kernels"] > 1.5 * warm["kernels"]
+    # Only compiling and tuning launch more.
+    assert cold["kernels"] > warm["kernels"]
     return [cold, warm]
 
 
@@ -130,5 +131,7 @@ def test_memory_that_stays_is_counted(name: str, tmp_path: Path) -> None:
     cold, warm = cold_and_warm(case, "envelope", tmp_path, device)
     outside = [r["report"]["in_use"]["outside_torch"] for r in (cold, warm)]
     assert outside[0] != outside[1] and min(outside) > 0
-    # Pages of 2 MiB, at the end of each layer.
-    assert abs(cold["kv"] + outside[0] - warm["kv"] - outside[1]) <= 16 * MIB
+    # A block more takes a page of each layer where it begins a new one.
+    kv = [r["report"]["in_use"]["kv_cache"] for r in (cold, warm)]
+    layers = MODELS[case.get("model", "dense")]["num_hidden_layers"]
+    assert abs(kv[0] + outside[0] - kv[1] - outside[1]) <= 2 * MIB * layers

@@ -29,10 +29,11 @@ def case(v2: bool, percent: int = 50, **llm: Any) -> dict[str, Any]:
     return {"v2": v2, "graphs": True, "report": True, "llm": arguments | llm}
 
 
-def fills(v2: bool, phase: str) -> dict[str, Any]:
-    return case(v2) | {"moved": "2560MiB", "moved_at": phase}
+def fills(v2: bool, phase: str, **llm: Any) -> dict[str, Any]:
+    return case(v2, **llm) | {"moved": "2560MiB", "moved_at": phase}
 
 
+SIZED_FIRST: dict[str, Any] = {"enable_extensible_kv_cache": False}
 EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 # The engine, the phase that fails, and two flags of the advice.
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -51,13 +52,17 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "load on a full device": (
-        fills(True, "load"), "load", LESS_BUDGET, "--quantization",
+        fills(True, "load"), "load", "--tensor-parallel-size", "--quantization",
     ),
     "graphs profiled on a full device": (
-        fills(True, "profile_graphs"), "profile_graphs", LESS_BUDGET, LESS_GRAPHS,
+        fills(True, "profile_graphs", **SIZED_FIRST),
+        "profile_graphs", LESS_GRAPHS, "--enforce-eager",
     ),
     "graphs captured on a full device": (
-        fills(True, "capture"), "capture", LESS_BUDGET, LESS_GRAPHS,
+        fills(True, "capture"), "capture", LESS_GRAPHS, "--enforce-eager",
+    ),
+    "graphs captured next to a KV cache on a full device": (
+        fills(True, "capture", **SIZED_FIRST), "capture", LESS_BUDGET, LESS_GRAPHS,
     ),
     "a KV cache larger than the device": (
         case(True, kv_cache_memory_bytes=8 * GIB),
