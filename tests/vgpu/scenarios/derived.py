@@ -610,22 +610,43 @@ def worker_driven_by_hand() -> dict[str, Any]:
 
 
 def replaced_on_the_class() -> dict[str, Any]:
-    """A function that another one wraps on the class, and that reads the KV cache.
-    Another process releases memory while vLLM profiles."""
+    """A function that another one wraps on the class, and that reads the KV cache and
+    makes what attention needs. Attention keeps the first KV cache that it sees. Another
+    process releases memory while vLLM profiles."""
+    import torch
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
     from vllm.v1.worker.gpu_worker import Worker
 
     neighbour(600)
     caches: list[int] = []
-    initialize = Worker.initialize_from_config
+    views: dict[int, torch.Tensor] = {}
+    initialize, forward = Worker.initialize_from_config, TritonAttentionImpl.forward
 
     def replaced(self: Any, config: Any) -> None:
         neighbour(-sum(NEIGHBOURS))
         initialize(self, config)
         caches.append(len(self.model_runner.kv_caches))
 
+    def attend(
+        self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, *more: Any,
+        **named: Any,
+    ) -> Any:  # fmt: skip
+        if kv_cache is not None and kv_cache.numel():
+            assert caches, "attention runs before initialize_from_config"
+            views.setdefault(id(self), kv_cache)
+        return forward(self, layer, q, k, v, kv_cache, *more, **named)
+
     Worker.initialize_from_config = replaced
+    TritonAttentionImpl.forward = attend
     llm = engine(gpu_memory_utilization=0.7)
-    return {"caches": caches, "tokens": serve(llm), "blocks": blocks(llm)}
+    served = {"tokens": serve(llm), "blocks": blocks(llm), "caches": caches}
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def storages(tensors: Any) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    real = storages(views.values()) == storages(runner.kv_caches)
+    return served | {"views of the KV cache": real}
 
 
 def replaced_on_the_object() -> dict[str, Any]:
