@@ -26,6 +26,7 @@ MIB, GIB = 1 << 20, 1 << 30
 RANDOM = "docs/data/random-starts.json"
 CALLER = "docs/data/caller-programs.json"
 STARTS = "docs/data/start-within-the-budget.md"
+OF_SETS = "docs/data/sets.md"
 ROWS = "docs/data/never-worse.md"
 SERVING = "docs/data/serving.md"
 START_TIME = "docs/data/start-time.md"
@@ -183,6 +184,13 @@ def less_kv_cache_at_random(root: Path, limit: bool) -> str:
     return of_starts(less)
 
 
+def less_kv_cache_of_set(root: Path, nth: int) -> str:
+    rows = table(root / OF_SETS, "| model |", nth)
+    return of_starts(
+        [float(row[5]) - float(row[9]) for row in rows if row[5] and row[9]]
+    )
+
+
 def of_starts(less: list[float]) -> str:
     return (
         f"median {median(less):.0f} MiB, worst {max(less):.0f}, in {len(less)} starts"
@@ -191,7 +199,7 @@ def of_starts(less: list[float]) -> str:
 
 def oldest_table(root: Path) -> str:
     """Of those on the virtual device that figures are read from."""
-    files = (STARTS, ROWS, SERVING, START_TIME, FIRST_START, RANDOM)
+    files = (STARTS, OF_SETS, ROWS, SERVING, START_TIME, FIRST_START, RANDOM)
     pattern = r"[Rr]ecorded\s+at\s+commit\s+`[\w-]+`\s+on\s+([\d-]{10})"
     found = [re.findall(pattern, (root / name).read_text()) for name in files]
     return str(min(day for days in found for day in days))
@@ -523,6 +531,8 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "less-kv-cache-whole": less_kv_cache_of_whole_models,
     "less-kv-cache-random": lambda root: less_kv_cache_at_random(root, limit=False),
     "less-kv-cache-limit": lambda root: less_kv_cache_at_random(root, limit=True),
+    "less-kv-cache-core": lambda root: less_kv_cache_of_set(root, 0),
+    "less-kv-cache-shared": lambda root: less_kv_cache_of_set(root, 1),
     "oldest-table": oldest_table,
     "serving-above": serving_above,
     "loads": loads,
