@@ -14,7 +14,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "
   torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
   bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
   bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
-  bench-safe bench-step bench-sleep bench-plan bench-peers
+  bench-safe bench-step bench-sleep bench-plan bench-formats bench-peers
 
 # Checked before anything is fetched or built.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2))$($(3)),,$(error make $(1): $(4) is needed)))
@@ -222,6 +222,9 @@ bench-plan: .venv/ready  ## replays published runs on real cards; ONLY=pattern A
 	@$(call RUN,bench.published_runs) $(if $(ONLY),--only "$(ONLY)") $(if $(AGAIN),--again) \
 	  --page docs/plan-against-real-cards.md
 	@$(call RUN,bench.figures)
+
+bench-formats: vgpu  ## weights, and the peak while they load, by format of quantization
+	@$(call RUN,bench.formats)
 
 bench-peers: .venv/ready  ## other planners on the published runs, from their packages
 	@$(call RUN,bench.compare_peers)
