@@ -95,11 +95,14 @@ def record_suggestions(result: dict[str, Any]) -> None:
 
 def record_reported(result: dict[str, Any]) -> None:
     """What the device lent the process at the time of the worker's memory report."""
+    import torch
     from vllm.v1.worker.memory_report import StartupMemoryReport
 
     from bench.scenarios import device
 
     def record(*_: Any) -> None:
+        # What the last warm-up leaves to steps is set aside, not in use.
+        torch.accelerator.empty_cache()
         result["used_at_report"] = device.process_used()
 
     before(StartupMemoryReport, "table", record)

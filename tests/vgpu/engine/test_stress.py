@@ -66,11 +66,16 @@ def test_why_a_trainer_captures_in_one_pool(expandable: str, tmp_path: Path) -> 
         assert "previous error during capture" in result["captured"]
 
 
-@pytest.mark.parametrize("vllm", ["official", "envelope"])
-def test_cache_of_warming_up_is_not_a_neighbours(vllm: str, tmp_path: Path) -> None:
-    """V1 warms up the sampler for batches that come when nothing is free any more."""
+@pytest.mark.parametrize(
+    ("vllm", "v2"), [("official", False), ("envelope", False), ("envelope", True)]
+)
+def test_cache_of_warming_up_is_not_a_neighbours(
+    vllm: str, v2: bool, tmp_path: Path
+) -> None:
+    """V1 warms up the sampler for batches that come when nothing is free any more. The
+    patched build has what its largest batches took, with both runners."""
     llm = {"max_num_seqs": 256, "gpu_memory_utilization": 0.9}
-    case = {"model": "llama-8b", "v2": False, "llm": llm, "greedy": True}
+    case = {"model": "llama-8b", "v2": v2, "llm": llm, "greedy": True}
     result = run(
         "start",
         case | {"generate": 3},
