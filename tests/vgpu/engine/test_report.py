@@ -66,7 +66,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "a KV cache larger than the device": (
         case(True, kv_cache_memory_bytes=8 * GIB),
-        "kv_cache", "--kv-cache-memory-bytes", "smaller",
+        "kv_cache", "kv_cache_memory_bytes", "at most",
     ),
 }  # fmt: skip
 
