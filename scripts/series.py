@@ -306,6 +306,12 @@ def remember(tree: Path, memory: Path, conflicts: set[str]) -> None:
             kept.with_name(path.name).write_text(text, errors="surrogateescape")
 
 
+def unmet(tree: Path, memory: Path) -> list[str]:
+    """The conflicts in ``memory`` that git did not resolve by it in ``tree``."""
+    met = {p.parent.name for p in (tree / ".git/rr-cache").glob("*/thisimage*")}
+    return sorted({path.parent.name for path in memory.glob("*/postimage*")} - met)
+
+
 def unresolved(tree: Path) -> bool:
     """Whether ``tree`` has an unresolved conflict."""
     state = git(tree, "rev-parse", "--git-path", "rebase-apply").strip()

@@ -29,6 +29,7 @@ from scripts.series import (
     nameless,
     recall,
     run_git,
+    unmet,
     unresolved,
 )
 
@@ -106,6 +107,9 @@ def merge(base: Base, clone: Path | None) -> Path:
         )
     for line in lacking(old, new.tree):
         print(line)
+    by_hand = any(o.kind == "resolved" for o in outcomes.values())
+    if not by_hand and (stale := unmet(new.tree, base.resolutions)):
+        print(f"not met, remove unless another release needs them: {' '.join(stale)}")
     git(new.tree, "checkout", "-q", "envelope")
     return new.tree
 

@@ -112,6 +112,7 @@ def test_patches_are_merged_and_a_conflict_is_resolved_once(series: Project) -> 
         file.write(LEFT_OUT)
     shown = series.ok("source", *ON)
     assert "conflicts.patch: conflicts resolved as before" in shown
+    assert "not met" not in shown
     assert not (series.root / "build/source-1.2.2").exists()
 
     subjects = series.git_of(source(series), "log", "--format=%s").splitlines()
@@ -127,8 +128,12 @@ def test_patches_are_merged_and_a_conflict_is_resolved_once(series: Project) -> 
     assert new == {"resolutions"}
     tree = series.git_of(source(series), "rev-parse", "HEAD^{tree}")
     shutil.rmtree(source(series))
-    series.ok("source", *ON)
+    assert "not met" not in series.ok("source", *ON)
     assert series.git_of(source(series), "rev-parse", "HEAD^{tree}") == tree
+    stale = folder.parent / f"resolutions/{'0' * 40}"
+    (met,) = folder.parent.glob("resolutions/*")
+    shutil.copytree(met, stale)
+    assert f"needs them: {stale.name}\n" in series.ok("source", *ON)
 
 
 def test_wheels_are_those_of_the_merged_series(second: Project) -> None:
