@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vgpu.engine.harness import HOOKS, run
+from tests.vgpu.engine.harness import BASE, HOOKS, run
 
 MIB = 2**20
 CASE = {
@@ -35,4 +35,6 @@ def test_prompt_logprobs_take_what_is_profiled(vllm: str, tmp_path: Path) -> Non
     if vllm == "official":
         assert took["logprobs"] > logits > took["sampler"]
     else:
-        assert took["logprobs"] <= took["sampler"]
+        # vLLM 0.32.0 profiles the sampler without its logits in float32.
+        slack = MIB if BASE == "0.32.0" else 0
+        assert took["logprobs"] <= took["sampler"] + slack
