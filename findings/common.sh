@@ -35,3 +35,21 @@ expect() {
     exit 1
   fi
 }
+
+# tied_model: programs may import Model from tied, whose head and embedding are one tensor.
+tied_model() {
+  cat > "$work/tied.py" << 'PY'
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1000, 256)
+        self.head = torch.nn.Linear(256, 1000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+PY
+}

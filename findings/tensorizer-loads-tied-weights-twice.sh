@@ -5,31 +5,25 @@
 # memory of the embedding twice. The file does not say that they were one.
 . "$(dirname "$0")/common.sh"
 environment tensorizer tensorizer==2.12.1 torch==2.14.0 numpy==2.4.6
+tied_model
 cat > "$work/program.py" << 'PY'
-import torch
 from tensorizer import TensorDeserializer, TensorSerializer
+from tied import Model
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(1000, 256)
-        self.head = torch.nn.Linear(256, 1000, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def report(self):
-        tensors = {id(tensor): tensor.nbytes for tensor in self.parameters()}
-        print(self.head.weight is self.embedding.weight, sum(tensors.values()))
+def report(model):
+    tensors = {id(tensor): tensor.nbytes for tensor in model.parameters()}
+    print(model.head.weight is model.embedding.weight, sum(tensors.values()))
 
 
 serializer = TensorSerializer("model.tensors")
 serializer.write_module(Model())
 serializer.close()
 model = Model()
-model.report()
+report(model)
 with TensorDeserializer("model.tensors", device="cpu") as tensors:
     tensors.load_into_module(model)
-    model.report()
+    report(model)
 PY
 expect 'True 1024000
 False 2048000' tensorizer/bin/python program.py

@@ -4,21 +4,11 @@
 # Seen: both are counted twice, in float32 as in bfloat16.
 . "$(dirname "$0")/common.sh"
 environment torchinfo torchinfo==1.8.0 torch==2.14.0 numpy==2.4.6
+tied_model
 cat > "$work/program.py" << 'PY'
 import torch
 import torchinfo
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(1000, 256)
-        self.head = torch.nn.Linear(256, 1000, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(self.embedding(tokens))
-
+from tied import Model
 
 for dtype in torch.float32, torch.bfloat16:
     model = Model().to(dtype)
