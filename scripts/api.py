@@ -157,10 +157,11 @@ def replaced(pairs: dict[str, tuple[str, str]]) -> Changes:
         here = found.setdefault(path, {})
         known = {name.rpartition(".")[2] for name in python_names(new)}
         called = {name_of(node.func) for node in calls_in(old)}
-        used = {name_of(node) for node in ast.walk(ast.parse(new))}
+        nodes = list(ast.walk(ast.parse(new)))
+        used = {name_of(node) for node in nodes}
         for name in called & known - used:
             here[f"{name}()"] = "is not called there any more"
-        for node in ast.walk(ast.parse(new)):
+        for node in nodes:
             if isinstance(node, ast.Compare):
                 for operator, to in zip(node.ops, node.comparators, strict=True):
                     if isinstance(operator, ast.Is | ast.IsNot) and (

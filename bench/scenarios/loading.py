@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.scenarios.models import COMMON
 from bench.scenarios.on_the_host import count_repeats_on_host, count_unique_on_host
 from bench.scenarios.result import print_result
+from bench.scenarios.start_each import in_fork
 
 if TYPE_CHECKING:
     import torch
@@ -130,15 +131,14 @@ def main() -> None:
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
     for name, dummies in itertools.product(sys.argv[1].split(), (False, True)):
-        sys.stdout.flush()
-        if (child := os.fork()) == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                told = {"format": name, "dummies": dummies}
-                told["stored"] = write(name, Path(folder))
-                print_result(told | load(folder, dummies))
-            sys.stdout.flush()
-            os._exit(0)
-        os.waitpid(child, 0)
+        in_fork(partial(load_one, name, dummies))
+
+
+def load_one(name: str, dummies: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"format": name, "dummies": dummies}
+        told["stored"] = write(name, Path(folder))
+        print_result(told | load(folder, dummies))
 
 
 def write(name: str, folder: Path) -> int:

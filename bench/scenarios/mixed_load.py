@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from bench.scenarios import start
 from bench.scenarios.loads import LOADS, Load, with_image
 from bench.scenarios.on_the_host import compute_on_host
 from bench.scenarios.result import print_result
-from bench.scenarios.start_each import import_vllm, tell_death
+from bench.scenarios.start_each import import_vllm, in_fork, tell_death
 
 MIB = 2**20
 DEFAULTS: dict[str, Any] = {
@@ -79,13 +78,7 @@ def main() -> None:
         return
     import_vllm()
     for case in cases:
-        child = os.fork()
-        if child == 0:
-            serve_one(case)
-            sys.stdout.flush()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        tell_death(status)
+        tell_death(in_fork(partial(serve_one, case)))
 
 
 def serve_one(asked: dict[str, Any]) -> None:

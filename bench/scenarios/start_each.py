@@ -13,6 +13,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bench.scenarios import start
@@ -59,14 +61,22 @@ def main() -> None:
             )
             tell_death(done.returncode)
             continue
-        child = os.fork()
-        if child == 0:
-            sys.argv[1:] = [json.dumps(case)]
-            start.main()
-            sys.stdout.flush()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        tell_death(status)
+        tell_death(in_fork(partial(begin, case)))
+
+
+def begin(case: dict[str, Any]) -> None:
+    sys.argv[1:] = [json.dumps(case)]
+    start.main()
+
+
+def in_fork(scenario: Callable[[], None]) -> int:
+    """Run it in a process forked from this one, whose status is returned."""
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        scenario()
+        sys.stdout.flush()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 def is_read_by_imports(case: dict[str, Any]) -> bool:
