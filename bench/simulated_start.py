@@ -207,7 +207,9 @@ def started(asked: Asked, own: Path, label: str) -> dict[str, Any]:
         Problem: it ended for another reason than memory, or said nothing.
     """
     release = asked.release
-    paths = [*([release.ours] if release.ours else []), REPOSITORY]
+    # Its report says what started, as one of a card does.
+    ours = [release.ours, REPOSITORY / "bench/report_plugin"] if release.ours else []
+    paths = [*ours, REPOSITORY]
     given = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     libraries = [os.environ.get("LD_LIBRARY_PATH"), release.nvrtc]
     given["LD_LIBRARY_PATH"] = os.pathsep.join(str(path) for path in libraries if path)
