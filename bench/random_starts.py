@@ -216,16 +216,11 @@ def asked_otherwise(
 def of_scenario(starts: list[Start]) -> Iterator[tuple[str, list[Start]]]:
     """Those that one device and process can start, one after another."""
 
-    def key(start: Start) -> tuple[bool, bool]:
-        return start.scenario == "ranks", counts_more(start)
+    def key(start: Start) -> bool:
+        return start.scenario == "ranks"
 
-    for (ranks, _), some in itertools.groupby(sorted(starts, key=key), key):
+    for ranks, some in itertools.groupby(sorted(starts, key=key), key):
         yield "ranks" if ranks else "start_each", list(some)
-
-
-def counts_more(start: Start) -> bool:
-    """Whether the hook that counts tokens has more than 128 requests, 4 bytes each."""
-    return int(start.case["llm"]["max_num_seqs"]) > 128
 
 
 def cases(starts: list[Start], site: str) -> list[dict[str, Any]]:
@@ -392,10 +387,7 @@ def start_all(
     with TemporaryDirectory(prefix=".random.", dir=base.root / "build") as folder:
         config = Path(folder, "device.toml")
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in card.items()]
-        hooks = HOOKS.read_text()
-        if counts_more(starts[0]):
-            hooks = hooks.replace("bytes = 512", "bytes = 1024")
-        config.write_text("".join(lines) + hooks)
+        config.write_text("".join(lines) + HOOKS.read_text())
         found = results(base, site, devices, scenario, told, environment, config)
         yield from of_each(starts, found)
 

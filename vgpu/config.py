@@ -221,6 +221,7 @@ HOOK_KEYS = (
     "value_bytes",
     "value_argument",
     "count_argument",
+    "per_block",
 )
 
 
@@ -420,9 +421,9 @@ def _hooks(entries: Sequence[object]) -> list[str]:
         value_from = int(e.get("value_argument", -1))
         count = int(e.get("count_argument", -1))
         kernel = _line(e["kernel"], "hooks.kernel")
-        lines.append(
-            f"{kernel} {argument} {size} {value} {value_bytes} {value_from} {count}"
-        )
+        fields = argument, size, value, value_bytes, value_from, count
+        fields += (int(bool(e.get("per_block", False))),)
+        lines.append(f"{kernel} {' '.join(map(str, fields))}")
     return lines
 
 

@@ -214,7 +214,16 @@ def test_kernel_hook_writes_the_value_of_an_argument() -> None:
     assert launch_with_argument() == three * 2 + bytes(8)
 
 
-def launch_with_argument() -> bytes:
+@pytest.mark.vgpu(
+    memory="1GiB",
+    hooks=[{"kernel": "_count_*", "argument": 0, "value": 1, "per_block": True}],
+)
+def test_kernel_hook_writes_for_each_block() -> None:
+    one = (1).to_bytes(4, "little")
+    assert launch_with_argument(blocks=2) == one * 2 + bytes(8)
+
+
+def launch_with_argument(blocks: int = 1) -> bytes:
     gpu = Cuda()
     _, address = gpu.malloc(G)
     assert gpu.set_device(0) == OK
@@ -224,7 +233,8 @@ def launch_with_argument() -> bytes:
     arguments = (c_void_p * 2)(
         ctypes.cast(byref(pointer), c_void_p), ctypes.cast(byref(count), c_void_p)
     )
-    error = gpu.call("cuLaunchKernel", kernel, *[1] * 7, None, arguments, None)
+    grid = (blocks, 1, 1)
+    error = gpu.call("cuLaunchKernel", kernel, *grid, *[1] * 4, None, arguments, None)
     assert error == OK
     return gpu.read(address, 16)[1]
 

@@ -131,8 +131,9 @@ bool config_read(const char* folder) {
     snprintf(key, sizeof key, "hook.%d", i);
     text(key, line, sizeof line);
     Hook* h = &config.hook[i];
-    if (sscanf(line, "%95s %d %lu %lu %d %d %d", h->kernel, &h->argument, &h->bytes,
-               &h->value, &h->value_bytes, &h->value_argument, &h->count_argument) != 7)
+    if (sscanf(line, "%95s %d %lu %lu %d %d %d %d", h->kernel, &h->argument, &h->bytes,
+               &h->value, &h->value_bytes, &h->value_argument, &h->count_argument,
+               &h->per_block) != 8)
       break;
     config.hooks = i + 1;
   }

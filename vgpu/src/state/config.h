@@ -50,6 +50,7 @@ typedef struct {
   int value_bytes;
   int value_argument;  // -1: `value` as given
   int count_argument;  // -1: `bytes` as given; else an int32 argument times it
+  int per_block;       // and times the blocks of the launch
 } Hook;
 
 typedef struct {

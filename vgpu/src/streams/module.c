@@ -140,11 +140,13 @@ static const char* kernel_name(const void* kernel) {
                                    : registered_name(kernel);
 }
 
-static CUresult run_hook(const Hook* hook, void** arguments, void* stream) {
+static CUresult run_hook(const Hook* hook, void** arguments, uint64_t blocks,
+                         void* stream) {
   uint64_t n = hook->bytes / hook->value_bytes, value = hook->value;
   if (hook->value_argument >= 0)
     memcpy(&value, arguments[hook->value_argument], hook->value_bytes);
   if (hook->count_argument >= 0) n *= *(const uint32_t*)arguments[hook->count_argument];
+  if (hook->per_block) n *= blocks;
   return stream_run(stream, &(Operation){.kind = NODE_FILL,
                                          .to = *(uint64_t*)arguments[hook->argument],
                                          .size = n,
@@ -187,7 +189,8 @@ EXPORT int vgpu_compute(CUresult (*call)(void*), void* argument) {
   return taken;
 }
 
-static CUresult kernel_launch(const void* kernel, void** arguments, void* stream) {
+static CUresult kernel_launch(const void* kernel, void** arguments, uint64_t blocks,
+                              void* stream) {
   CUresult error = kernel_load(kernel);
   if (error) return error;
   const Operation run = {
@@ -198,16 +201,16 @@ static CUresult kernel_launch(const void* kernel, void** arguments, void* stream
   const char* name = kernel_name(kernel);
   for (int i = 0; name && i < config.hooks && !error; i++)
     if (!fnmatch(config.hook[i].kernel, name, 0))
-      error = run_hook(&config.hook[i], arguments, stream);
+      error = run_hook(&config.hook[i], arguments, blocks, stream);
   return error;
 }
 
 EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block,
                                     void** arguments, size_t shared_bytes,
                                     cudaStream_t stream) {
-  (void)grid, (void)block, (void)shared_bytes;
+  (void)block, (void)shared_bytes;
   RT_ENTER(0);
-  RT(kernel_launch(kernel, arguments, stream));
+  RT(kernel_launch(kernel, arguments, (uint64_t)grid.x * grid.y * grid.z, stream));
 }
 
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block,
@@ -226,33 +229,35 @@ EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid,
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how,
                                        const void* kernel, void** arguments) {
   RT_ENTER(0);
-  RT(kernel_launch(kernel, arguments, how->stream));
+  const dim3 grid = how->gridDim;
+  RT(kernel_launch(kernel, arguments, (uint64_t)grid.x * grid.y * grid.z, how->stream));
 }
 
 EXPORT CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz,
                                unsigned bx, unsigned by, unsigned bz,
                                unsigned shared_bytes, CUstream stream, void** arguments,
                                void** extra) {
-  (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes;
+  (void)bx, (void)by, (void)bz, (void)shared_bytes;
   (void)extra;
   DRV_ENTER(0);
-  return kernel_launch(kernel, arguments, stream);
+  return kernel_launch(kernel, arguments, (uint64_t)gx * gy * gz, stream);
 }
 
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction kernel,
                                  void** arguments, void** extra) {
   (void)extra;
   DRV_ENTER(0);
-  return kernel_launch(kernel, arguments, how->hStream);
+  const uint64_t blocks = (uint64_t)how->gridDimX * how->gridDimY * how->gridDimZ;
+  return kernel_launch(kernel, arguments, blocks, how->hStream);
 }
 
 EXPORT CUresult cuLaunchCooperativeKernel(CUfunction kernel, unsigned gx, unsigned gy,
                                           unsigned gz, unsigned bx, unsigned by,
                                           unsigned bz, unsigned shared_bytes,
                                           CUstream stream, void** arguments) {
-  (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes;
+  (void)bx, (void)by, (void)bz, (void)shared_bytes;
   DRV_ENTER(0);
-  return kernel_launch(kernel, arguments, stream);
+  return kernel_launch(kernel, arguments, (uint64_t)gx * gy * gz, stream);
 }
 
 // ---- modules and libraries loaded at run time
