@@ -421,8 +421,8 @@ def _hooks(entries: Sequence[object]) -> list[str]:
         value_from = int(e.get("value_argument", -1))
         count = int(e.get("count_argument", -1))
         kernel = _line(e["kernel"], "hooks.kernel")
-        fields = argument, size, value, value_bytes, value_from, count
-        fields += (int(bool(e.get("per_block", False))),)
+        per_block = int(bool(e.get("per_block", False)))
+        fields = argument, size, value, value_bytes, value_from, count, per_block
         lines.append(f"{kernel} {' '.join(map(str, fields))}")
     return lines
 
