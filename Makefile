@@ -14,7 +14,7 @@ SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "
   torch-tests figures tables findings pr drift rebase gpu calibrate results-page slice bench \
   bench-load bench-start bench-extensible bench-start-time bench-stock bench-rank-fails \
   bench-first-start bench-starts bench-caller bench-suggestion bench-fragmentation \
-  bench-safe bench-step bench-sleep bench-plan bench-formats bench-peers
+  bench-safe bench-advice bench-step bench-sleep bench-plan bench-formats bench-peers
 
 # Checked before anything is fetched or built.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2))$($(3)),,$(error make $(1): $(4) is needed)))
@@ -211,6 +211,9 @@ bench-fragmentation: vgpu envelope  ## random loads in exactly the budget: OOM, 
 
 bench-safe: vgpu envelope  ## KV tokens beside stock lowered by hand, at equal safety; ONLY=pattern
 	@$(call RUN,bench.safe) $(if $(ONLY),--only "$(ONLY)")
+
+bench-advice: vgpu envelope  ## starts that are refused at random, with what their errors advise; SEED=1 N=10
+	@$(call RUN,bench.advice) $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N))
 
 bench-step: vgpu envelope  ## CPU time of a step that decodes, stock and patched
 	@$(call RUN,bench.step)
