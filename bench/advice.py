@@ -52,6 +52,7 @@ def situation(seed: int, number: int, card: dict[str, Any]) -> Start:
             ours["gpu_memory_limit_bytes"] = budget
         case "bytes":
             llm["kv_cache_memory_bytes"] = int(memory * rng.uniform(0.7, 1.1))
+            case["serve"] = "alone"  # It may have all that is free.
     name = f"{start.name}; less: {what}, {budget >> 20} MiB"
     return Start(f"{seed}.{number}", name, "start_each", case | {"llm": llm}, ours)
 
