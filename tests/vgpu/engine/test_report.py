@@ -101,9 +101,9 @@ def test_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
         assert report["held_before"] == 300 * MIB
         assert report["kv_cache_blocks"] == result["blocks"]
         assert report["kv_cache_tokens"] == 16 * result["blocks"]
-        # Of the graphs that V1 measures, a small segment may be PyTorch's cache.
-        less = result["graphs"] - report["in_use"]["cuda_graphs"]
-        assert less in ((0,) if v2 else (0, 2 * MIB))
+        # V1 measures a small segment that PyTorch caches meanwhile as of the graphs.
+        more = report["in_use"]["cuda_graphs"] - result["graphs"]
+        assert 0 <= more <= (0 if v2 else 2 * MIB)
         assert not report["cuda_graphs_estimated"]
         # The driver's part of the graphs is in their row.
         assert report["in_use"]["outside_torch"] == 0
