@@ -6,9 +6,9 @@ refused or its largest batches run out of memory, the text is read, and each num
 flag that it names is started with: a number as it stands, a flag with up to three
 values in its direction. An advice is true if a start with it serves.
 
-A text holds if all its numbers are true, and of its flags one. More ranks
-(--tensor-parallel-size) are not tried. Prints a line a situation; ends with 1 if a text
-does not hold.
+A text holds if all its numbers are true, or if it has none, one of its flags. One that
+names nothing to try is not judged, and more ranks (--tensor-parallel-size) are not
+tried. Prints a line a situation; ends with 1 if a text does not hold.
 """
 
 from __future__ import annotations
@@ -167,11 +167,10 @@ def numbers(text: str, case: Case) -> Iterator[tuple[str, Case]]:
     for pattern, name in NUMBERS.items():
         if said := re.search(pattern, text):
             value = float(said[1]) if "." in said[1] else int(said[1])
-            llm = {name: value}
+            again = with_llm(case, **{name: value})
             if name == "gpu_memory_utilization":
-                case = with_llm(case)
-                case["llm"].pop("gpu_memory_limit_bytes", None)
-            yield f"{name}={value}", with_llm(case, **llm)
+                again["llm"].pop("gpu_memory_limit_bytes", None)
+            yield f"{name}={value}", again
 
 
 def flags(text: str, case: Case, card: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -203,40 +202,33 @@ def main(args: argparse.Namespace) -> None:
         rows = json.loads(args.results.read_text())["situations"]
     commit, fails = recorded(args.root), []
 
-    def start(some: list[Case]) -> list[dict[str, Any]]:
-        starts = [Start("", "", "start_each", case, {}) for case in some]
-        return list(start_all(base, card, "start_each", starts, "envelope"))
+    def tried(case: Case) -> str:
+        again = Start("", "", "start_each", case, {})
+        return said_by(*start_all(base, card, "start_each", [again], "envelope"))
 
     some = [
         situation(args.seed, number, card)
         for number in range(args.first, args.first + args.count)
     ]
-    asked = cases(some, "envelope")
-    for one, case, result in zip(some, asked, start(asked), strict=True):
+    first = start_all(base, card, "start_each", some, "envelope")
+    for one, case, result in zip(some, cases(some, "envelope"), first, strict=True):
         text = said_by(result)
         told: dict[str, Any] = {"name": one.name, "says": text, "recorded": commit}
         if text:
-            tried = [*numbers(text, case)]
-            exact = dict(
-                zip(
-                    [n for n, _ in tried],
-                    map(said_by, start([case for _, case in tried]) if tried else []),
-                    strict=True,
-                )
-            )
+            exact = {name: tried(again) for name, again in numbers(text, case)}
             helped: dict[str, str] = {}
             for flag, values in flags(text, case, card):
                 for value in values:
-                    helped[flag] = said_by(start([value])[0])
+                    helped[flag] = tried(value)
                     if not helped[flag]:
                         break
             told["numbers"] = {n: why[:300] or "serves" for n, why in exact.items()}
             told["flags"] = {f: why[:300] or "serves" for f, why in helped.items()}
-            holds = not any(exact.values()) and (
-                not helped or "" in helped.values() or bool(exact)
-            )
-            told["holds"] = holds
-            fails += [] if holds else [one.seed]
+            if exact:
+                told["holds"] = not any(exact.values())
+            elif helped:
+                told["holds"] = "" in helped.values()
+            fails += [] if told.get("holds", True) else [one.seed]
         rows[one.seed] = told
         print(one.seed, json.dumps(told), flush=True)
         if args.results:
