@@ -180,6 +180,7 @@ def test_tight_start_keeps_what_it_needs(first_graph: int, tmp_path: Path) -> No
     assert result["outcome"] == "started", result
     assert result["tokens"] == [4] * 4
     assert result["report"]["kv_cache"] == 8 * MIB
+    assert result["blocks"] == 128
     assert result["process_peak"] <= math.ceil(2560 * MIB * 0.3)
 
 

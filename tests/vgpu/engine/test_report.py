@@ -45,7 +45,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         case(True, 6), "profile", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "graphs beyond the budget": (
-        case(True, 9), "capture", MORE_BUDGET, LESS_GRAPHS,
+        case(True, 9), "profile", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
         case(True, 9, fragmentation_buffer_bytes=96 << 20, **EAGER),
