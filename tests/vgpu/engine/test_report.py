@@ -101,7 +101,9 @@ def test_start_accounts_for_every_byte(v2: bool, tmp_path: Path) -> None:
         assert report["held_before"] == 300 * MIB
         assert report["kv_cache_blocks"] == result["blocks"]
         assert report["kv_cache_tokens"] == 16 * result["blocks"]
-        assert report["in_use"]["cuda_graphs"] == result["graphs"]
+        # V1 measures them with a segment that its capture leaves unused.
+        unused = result["graphs"] - report["in_use"]["cuda_graphs"]
+        assert unused in ((0,) if v2 else (0, 2 * MIB))
         assert not report["cuda_graphs_estimated"]
         # The driver's part of the graphs is in their row.
         assert report["in_use"]["outside_torch"] == 0
