@@ -97,6 +97,8 @@ static void zero(const Span* span) {
     span->physical->written = false;
 }
 
+enum { HOST_CHUNK = 16 << 20 };
+
 CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
   pthread_mutex_lock(&memory_lock);
   if (!check(to, size, true) || !check(from, size, false)) {
@@ -107,10 +109,14 @@ CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
     Span target, source;
     span_at(to + done, size - done, true, &target);
     span_at(from + done, target.size, false, &source);
+    if (!source.physical) source.size = MIN(source.size, HOST_CHUNK);
     target.size = source.size;
     bool unwritten = source.physical && !source.physical->written;
     if (unwritten || is_zero(source.start, source.size)) {
       zero(&target);
+      // Reading has made pages of what is shared.
+      if (!source.physical && ranges_at(&host_blocks, (uint64_t)source.start))
+        zero_host(source.start, source.size);
     } else {
       if (target.physical) target.physical->written = true;
       memmove(target.start, source.start, source.size);
