@@ -104,6 +104,15 @@ def test_kv_cache_takes_what_is_left(
     assert 0 <= result["report"]["left"] < LOST
 
 
+def test_activations_are_those_of_inference(tmp_path: Path) -> None:
+    """An encoder that autograd watches keeps what its backward pass would read."""
+    cases = [case("vision", v2) for v2 in (False, True)]
+    first, second = (
+        result["report"]["peak_activations"] for result in starts(cases, tmp_path)
+    )
+    assert abs(first - second) < 8 * MIB
+
+
 @full
 @pytest.mark.parametrize("name", ["dense", "draft"])
 @pytest.mark.parametrize(
