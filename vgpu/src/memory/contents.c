@@ -99,6 +99,15 @@ static void zero(const Span* span) {
 
 enum { HOST_CHUNK = 16 << 20 };
 
+// Whether a page is there; the caller holds memory_lock.
+static bool resident(char* from, char* to) {
+  static unsigned char there[HOST_CHUNK / 4096];
+  if (mincore(from, to - from, there)) return true;
+  for (long i = 0; i < (to - from + 4095) / 4096; i++)
+    if (there[i] & 1) return true;
+  return false;
+}
+
 CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
   pthread_mutex_lock(&memory_lock);
   if (!check(to, size, true) || !check(from, size, false)) {
@@ -109,14 +118,20 @@ CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
     Span target, source;
     span_at(to + done, size - done, true, &target);
     span_at(from + done, target.size, false, &source);
-    if (!source.physical) source.size = MIN(source.size, HOST_CHUNK);
+    bool from_host = !source.physical && target.physical;
+    if (from_host) source.size = MIN(source.size, HOST_CHUNK);
     target.size = source.size;
     bool unwritten = source.physical && !source.physical->written;
+    // Reading makes pages of shared memory, which are given back.
+    char* from_page = source.start + (PAGE - (uint64_t)source.start % PAGE) % PAGE;
+    char* to_page = source.start + source.size;
+    to_page -= (uint64_t)to_page % PAGE;
+    bool absent = from_host && from_page < to_page &&
+                  ranges_at(&host_blocks, (uint64_t)source.start) &&
+                  !resident(from_page, to_page);
     if (unwritten || is_zero(source.start, source.size)) {
+      if (absent) madvise(from_page, to_page - from_page, MADV_REMOVE);
       zero(&target);
-      // Reading has made pages of what is shared.
-      if (!source.physical && ranges_at(&host_blocks, (uint64_t)source.start))
-        zero_host(source.start, source.size);
     } else {
       if (target.physical) target.physical->written = true;
       memmove(target.start, source.start, source.size);
