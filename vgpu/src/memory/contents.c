@@ -62,13 +62,19 @@ static bool is_zero(const char* start, uint64_t size) {
   return !start[0] && !memcmp(start, start + 1, size - 1);
 }
 
+// The whole pages of memory that CUDA knows: shared ones can be given back.
+static bool host_pages(char* start, uint64_t size, char** from, char** to) {
+  char* end = start + size;
+  *from = start + (PAGE - (uint64_t)start % PAGE) % PAGE;
+  *to = end - (uint64_t)end % PAGE;
+  return *from < *to && ranges_at(&host_blocks, (uint64_t)start);
+}
+
 // Makes no page of the host that is not there. Reading one that is shared makes it.
 static void zero_host(char* start, uint64_t size) {
-  char* end = start + size;
-  char* from = start + (PAGE - (uint64_t)start % PAGE) % PAGE;
-  char* to = end - (uint64_t)end % PAGE;
-  bool removed = from < to && ranges_at(&host_blocks, (uint64_t)start) &&
-                 !madvise(from, to - from, MADV_REMOVE);
+  char *end = start + size, *from, *to;
+  bool removed =
+      host_pages(start, size, &from, &to) && !madvise(from, to - from, MADV_REMOVE);
   for (char *at = start, *next; at < end; at = next) {
     next = MIN(end, at + PAGE - (uint64_t)at % PAGE);
     if (removed && at == from)
@@ -101,9 +107,9 @@ enum { HOST_CHUNK = 16 << 20 };
 
 // Whether a page is there; the caller holds memory_lock.
 static bool resident(char* from, char* to) {
-  static unsigned char there[HOST_CHUNK / 4096];
+  static unsigned char there[HOST_CHUNK / PAGE];
   if (mincore(from, to - from, there)) return true;
-  for (long i = 0; i < (to - from + 4095) / 4096; i++)
+  for (long i = 0; i < (to - from) / PAGE; i++)
     if (there[i] & 1) return true;
   return false;
 }
@@ -123,14 +129,11 @@ CUresult memory_copy(uint64_t to, uint64_t from, uint64_t size) {
     target.size = source.size;
     bool unwritten = source.physical && !source.physical->written;
     // Reading makes pages of shared memory, which are given back.
-    char* from_page = source.start + (PAGE - (uint64_t)source.start % PAGE) % PAGE;
-    char* to_page = source.start + source.size;
-    to_page -= (uint64_t)to_page % PAGE;
-    bool absent = from_host && from_page < to_page &&
-                  ranges_at(&host_blocks, (uint64_t)source.start) &&
-                  !resident(from_page, to_page);
+    char *first, *last;
+    bool absent = from_host && host_pages(source.start, source.size, &first, &last) &&
+                  !resident(first, last);
     if (unwritten || is_zero(source.start, source.size)) {
-      if (absent) madvise(from_page, to_page - from_page, MADV_REMOVE);
+      if (absent) madvise(first, last - first, MADV_REMOVE);
       zero(&target);
     } else {
       if (target.physical) target.physical->written = true;
