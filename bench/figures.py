@@ -34,7 +34,7 @@ FIRST_START = "docs/first-start.md"
 SUGGESTED = "docs/data/suggested-kv-cache.md"
 ALL_ROWS = "| model | runner | mode |"
 REAL = "docs/plan-against-real-cards.md"
-PINNING = "patches/v0.33.0/keep-the-state-of-sleep-mode-in-the-extension.patch"
+PINNING = "patches/v0.33.0/undo-a-sleep-or-wake-up-that-fails.patch"
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,20 @@ LOADS = {
     ),
     "images": Load(40, (SHORT, MEDIUM), (1, 8, 32), (0, 0, 1, 2, 4), images=True),
 }
+# What a client may ask of the sampler, as vLLM's own warm-up of it does
+# (`SamplingParams.for_sampler_warmup`); logprobs of prompts have a load of their own.
+ALL_OF_THE_SAMPLER: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "min_tokens": 2,
+    "logit_bias": {0: -1.0, 1: 0.5},
+    "logprobs": 5,
+}
 V2 = {"v2": True}
 # Half of the device, as the utilization. Stock vLLM has no such option.
 LIMIT = {"gpu_memory_limit_bytes": 24 << 30}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import start
-from bench.scenarios.loads import LOADS, Load, with_image
+from bench.scenarios.loads import ALL_OF_THE_SAMPLER, LOADS, Load, with_image
 from bench.scenarios.on_the_host import compute_on_host
 from bench.scenarios.result import print_result
 from bench.scenarios.start_each import import_vllm, in_fork, tell_death
@@ -215,6 +215,12 @@ def forget_step(engine: Any) -> None:
 def largest_batches(llm: Any) -> dict[str, Any]:
     """Serve the largest batches, as a load."""
     served = start.serve(llm)
+    if served == "lives":
+        asked = ALL_OF_THE_SAMPLER
+        if llm.llm_engine.vllm_config.speculative_config:  # refuses these
+            refused = {"min_p", "logit_bias"}
+            asked = {key: asked[key] for key in asked.keys() - refused}
+        served = start.serve(llm, **asked)
     if served == "lives":
         return {"outcome": "served", "each_step": []}
     engine = llm.llm_engine

@@ -413,7 +413,7 @@ def generate(llm: Any, tokens: int) -> list[int]:
     return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-def serve(llm: Any) -> str:
+def serve(llm: Any, **sampling: Any) -> str:
     """Serve the largest batches.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
@@ -452,8 +452,7 @@ def serve(llm: Any) -> str:
         one_token = {"prompt_token_ids": [7]}
         batches += [[*short[1:], long], [one_token] * 7 + [long]]
     parameters = SamplingParams(
-        temperature=0.8,
-        top_p=0.9,
+        **{"temperature": 0.8, "top_p": 0.9} | sampling,
         max_tokens=outputs,
         detokenize=False,
         ignore_eos=True,

@@ -491,7 +491,7 @@ def ours(project: Project) -> Project:
 
 
 FIRST = "treat-every-cumem-allocation-on-its-own"
-REMOVES = "keep-the-state-of-sleep-mode-in-the-extension"
+REMOVES = "undo-a-sleep-or-wake-up-that-fails"
 
 
 def release(
