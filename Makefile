@@ -165,7 +165,7 @@ calibrate: vgpu envelope  ## measure the GPU of this machine for vgpu/
 	@$(call RUN,gpu.calibrate)
 	@$(call RUN,gpu.results_page)
 
-results-page: .venv/ready  ## docs/gpu.md from results/
+results-page: .venv/ready  ## docs/data/gpu.md from results/
 	@$(call RUN,gpu.results_page)
 
 slice: vgpu envelope  ## HAMI=libvgpu.so: limits below your slicing library; ONLY=text SIZE=4GiB

@@ -57,7 +57,8 @@ def main(args: argparse.Namespace) -> None:
 def pages(root: Path) -> list[Path]:
     """topics.toml has figures in the costs of sets."""
     first = [root / name for name in ("README.md", "patches/README.md", topics.FILE)]
-    return [*first, *sorted((root / "docs").glob("*.md"))]
+    runs = root / "docs/data" / published_runs.RUNS_PAGE
+    return [*first, *sorted((root / "docs").glob("*.md")), runs]
 
 
 def filled(root: Path, text: str) -> str:
@@ -524,12 +525,14 @@ def gpu_prediction(root: Path) -> str:
 def equal_safety(root: Path) -> str:
     """Patched KV tokens beside those of stock vLLM, lowered until it is as safe."""
     rows = json.loads((root / "docs/data/equal-safety.json").read_text())["rows"]
-    more = [row["patched"]["tokens"] / row["stock"]["tokens"] - 1 for row in rows]
+    ours = [(row["patched"], row["stock"]) for row in rows]
+    safe = [pair for pair in ours if pair[0]["served"] and not pair[0]["start_above"]]
+    more = [patched["tokens"] / stock["tokens"] - 1 for patched, stock in safe if stock]
     percents = [f"{100 * share:+.2f} %" for share in sorted(more)]
     fewer = sum(share < 0 for share in more)
     return (
-        f"{percents[0]} to {percents[-1]} in {len(rows)} models, "
-        f"fewer in {fewer} of them"
+        f"fewer in {fewer} of {len(rows)} configurations, out of memory in "
+        f"{len(rows) - len(safe)}; in the others {percents[0]} to {percents[-1]}"
     )
 
 

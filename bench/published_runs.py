@@ -28,6 +28,7 @@ from bench.simulated_start import Asked, Release, profile_of, simulate, why
 from bench.virtual import recorded
 from scripts.commands import Problem, command, scratch, write_whole
 
+RUNS_PAGE = "published-runs.md"
 DATA = "results/real-cards"
 REPLAYED = f"{DATA}/replayed.json"
 PEERS = f"{DATA}/peers.json"
@@ -86,7 +87,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, help="folder of the results of each start "
         "(build/bench-plan)",
     )  # fmt: skip
-    parser.add_argument("--page", type=Path, help="file to write")
+    parser.add_argument(
+        "--page", type=Path, help=f"file to write, and data/{RUNS_PAGE} next to it"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -102,9 +105,12 @@ def main(args: argparse.Namespace) -> None:
         print(f"{number} of {len(chosen)}: {run['id']}", file=sys.stderr, flush=True)
         rows.append(replay(run, args.root, kept, args.again))
     record(args.root, rows)
-    text = page(rows, (folder / "NOTES.md").read_text(), recorded(args.root))
+    commit = recorded(args.root)
+    text = page(rows, (folder / "NOTES.md").read_text(), commit)
     if args.page:
         write_whole(args.page, text)
+        each = args.page.parent / "data" / RUNS_PAGE
+        write_whole(each, each_run(rows, commit))
     print(text)
 
 
@@ -384,12 +390,11 @@ INTRODUCTION = """\
 # Predictions against real cards
 
 For whoever asks how far predictions of `make plan` can be trusted. The runs are stock
-vLLM on real GPUs, published by others: `results/real-cards/runs.toml` has 65 and their
-sources. `make bench-plan` replays them: the engine of the same release starts, with
-dummy weights, on the virtual device with the profile of the same GPU. In each cell, the
-first figure is predicted, the second published. Some constants of the profiles are
-fitted to these runs ([how](data/driver-constants.md)). The driver of the
-published runs is not known.
+vLLM on real GPUs, published by others ([each](data/published-runs.md)):
+`results/real-cards/runs.toml` has 65 and their sources. `make bench-plan` replays them:
+the engine of the same release starts, with dummy weights, on the virtual device with
+the profile of the same GPU. Some constants of the profiles are fitted to these runs
+([how](data/driver-constants.md)). The driver of the published runs is not known.
 
 Most runs are from issue #205 of llm-d-planner, the best public planner that we know. On
 similar runs it is off by 7.8 % on average and 62 % at worst in KV cache memory, and by
@@ -399,7 +404,6 @@ similar runs it is off by 7.8 % on average and 62 % at worst in KV cache memory,
 
 def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
     replayed = [row for row in rows if not row.left_out]
-    names = [quantity.name for quantity in QUANTITIES]
     lines = [
         INTRODUCTION,
         "## Mean and worst",
@@ -410,22 +414,34 @@ def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
         "<!-- end -->",
         "",
         *peer(replayed),
-        "## Each run",
+    ]
+    return "\n".join(lines).rstrip() + f"\n\n{notes}".rstrip() + "\n"
+
+
+def each_run(rows: Sequence[Row], commit: str = "") -> str:
+    """The page with a row for each run."""
+    names = [quantity.name for quantity in QUANTITIES]
+    lines = [
+        "# Each published run",
         "",
+        "Of [predictions against real cards](../plan-against-real-cards.md), written "
+        "by `make bench-plan`.",
         "Predicted / published, in GiB and tokens.",
         "",
-        "<!-- table: each run -->",
+        *([commit, ""] if commit else []),
         f"| run | release | {' | '.join(names)} |",
         "| --- " * 2 + "| ---: " * len(names) + "|",
-        *(of_run(row) for row in replayed),
-        "<!-- end -->",
+        *(of_run(row) for row in rows if not row.left_out),
         "",
     ]
     left_out = [row for row in rows if row.left_out]
     if left_out:
         lines += ["Left out:", ""]
         lines += [f"- {row.run['id']}: {row.left_out}" for row in left_out]
-    return "\n".join(lines).rstrip() + f"\n\n{notes}".rstrip() + "\n"
+        lines.append("")
+    figure = "<!-- figure: added-runs --><!-- end -->"
+    lines += ["## Added on 27 November 2026", "", figure]
+    return "\n".join(lines) + "\n"
 
 
 def of_run(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Write docs/gpu.md from results/*.json; --check only says whether it is up to date."""
+"""Write docs/data/gpu.md from results/*.json; --check says if it is up to date."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpu.builds import VLLMS
 from gpu.calibrate import GOAL, KV_CACHE_GOAL, compare
 from scripts.commands import Problem, command, write_whole
 
-PAGE = "docs/gpu.md"
+PAGE = "docs/data/gpu.md"
 HEAD = """\
 # On a GPU
 
-Generated from `results/` by `make results-page`; [on-a-gpu.md](on-a-gpu.md) says how
+Generated from `results/` by `make results-page`; [on-a-gpu.md](../on-a-gpu.md) says how
 a result is made. Sizes are bytes unless a unit is given.
 """
 NONE = "\nNo results yet: nothing here has run on a GPU.\n"
@@ -76,7 +76,7 @@ def heading(path: Path, content: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{gpu['memory']} bytes, compute capability {gpu['compute_capability']}, "
         f"driver {gpu['driver']}; {host['cpus']} CPUs.{share} {versions}. "
-        f"[{path.name}](../results/{path.name})"
+        f"[{path.name}](../../results/{path.name})"
     )
     yield ""
     yield f"    {content['command']}"

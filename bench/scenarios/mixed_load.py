@@ -131,8 +131,8 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
 
     available = int(worker.available_kv_cache_memory_bytes)
-    layout = worker.model_runner.kv_cache_config
-    block = sum(t.size for t in layout.kv_cache_tensors) // layout.num_blocks
+    # Tensors of a hybrid lie on top of each other.
+    block = available // cache.num_gpu_blocks
 
     def lives(seed: int | None, steps: int, buffer: int | None) -> bool:
         """Whether a load is served with this reserve; None: the largest batches."""

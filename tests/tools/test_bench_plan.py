@@ -41,9 +41,10 @@ def test_another_release_or_config_is_marked_and_not_held_against_the_goals() ->
         row("0.24.0", id="newer", kv_tokens=500),
         row(id="stand-in", config_exact=False, kv_tokens=2000),
     ]
+    each = published_runs.each_run(rows)
+    assert "| newer | 0.24.0 for 0.19.0 | 11.00 / " in each
+    assert "| stand-in (config not exact) | 0.19.0 |" in each
     page = published_runs.page(rows)
-    assert "| newer | 0.24.0 for 0.19.0 | 11.00 / " in page
-    assert "| stand-in (config not exact) | 0.19.0 |" in page
     exact = "| config exact, same release | KV tokens | 1 | 1.00 % | 1.00 % |"
     assert exact in page
     assert "| all on one GPU | KV tokens | 3 | 49.83 % | 98.00 % |" in page
@@ -68,7 +69,7 @@ def test_left_out_and_refused_are_said() -> None:
         RUN, "0.19.0", {"outcome": "ValueError", "error": "No."}
     )
     left_out = published_runs.Row(RUN | {"id": "two"}, "", {}, "2 GPUs: not yet")
-    page = published_runs.page([refused, left_out])
+    page = published_runs.each_run([refused, left_out])
     assert "| a run | 0.19.0 | No. |" in page
     assert "- two: 2 GPUs: not yet" in page
 
