@@ -1,6 +1,8 @@
 """Start an engine on the device it runs on, and say in one JSON line what happened.
 
 The argument is a JSON object; DEFAULTS lists its keys.
+
+One file, however long: each key of a case is read here.
 """
 
 from __future__ import annotations
@@ -417,7 +419,8 @@ def serve(llm: Any, **sampling: Any) -> str:
     """Serve the largest batches.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
-    largest image if the model takes images; each with sound if it takes sound. One of
+    largest image if the model takes images, and many such; each with sound if it takes
+    sound. One of
     the longest length takes more steps, which have its context before them. With MLA
     and prefix caching, as many prompts as fit into a step have that context. With
     drafts, both next to each other then, and the long one next to prompts of one token.
@@ -439,6 +442,9 @@ def serve(llm: Any, **sampling: Any) -> str:
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
+    if config.model_config.is_multimodal_model:
+        # As many at once as the scheduler takes; it caches images that are equal.
+        batches.append([with_image([7], (1260, 1260 - 28 * i)) for i in range(8)])
     # With hooks.toml, each step of a prompt counts as a token.
     steps = config.model_config.max_model_len // tokens
     longest = config.model_config.max_model_len - outputs - steps
