@@ -198,7 +198,7 @@ def test_bytes_of_kv_cache_beside_which_a_step_does_not_fit(tmp_path: Path) -> N
     size = int(said[1]) + BUFFER + refused["report"]["peak_activations"] // 2
     says = Says(
         asks(eager, "alone", kv_cache_memory_bytes=size, **long),
-        r"To serve it, set kv_cache_memory_bytes to at most (\d+)",
+        r"To avoid that, set kv_cache_memory_bytes to at most (\d+)",
         lambda case, _, said: [asks(case, "alone", kv_cache_memory_bytes=int(said[0]))],
         outcome="started",
     )
