@@ -208,8 +208,8 @@ def as_it_comes(told: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| model | runner | mode | budget | steps | stock: segments | lowered by, MiB "
-        "| KV tokens | patched: KV tokens | more than stock |",
-        "| --- " * 10 + "|",
+        "| KV tokens | patched: KV tokens | more than stock | commit |",
+        "| --- " * 11 + "|",
     ]
     for row in rows:
         stock, ours = row["stock"], row["patched"]
@@ -224,6 +224,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         if stock is not None and fits:
             more = ours["tokens"] - stock["tokens"]
             cells[-1] = f"{more:+} ({more / stock['tokens']:+.2%})"
+        cells.append("".join(re.findall(r"`(\w+)", row["recorded"])))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

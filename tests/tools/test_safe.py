@@ -73,7 +73,7 @@ def test_best_stock(
 
 def test_table_says_who_has_more() -> None:
     row = {"model": "8B", "runner": "V1", "mode": "eager", "budget": 0.5}
-    row |= {"steps": 2000}
+    row |= {"steps": 2000, "recorded": "Recorded at commit `abc-dirty` on a day."}
     stock = {"kind": "as released", "lowered": 64, "tokens": 1000}
     ours = {"served": True, "start_above": 0, "tokens": 1010}
     died = ours | {"served": False}
@@ -81,7 +81,8 @@ def test_table_says_who_has_more() -> None:
         row | {"stock": s, "patched": p} for s in (stock, None) for p in (ours, died)
     ]
     cells = [[c.strip() for c in line.split("|")[6:-1]] for line in table(rows)[2:]]
-    assert cells == [
+    assert {commit for *_, commit in cells} == {"abc"}
+    assert [told for *told, _ in cells] == [
         ["as released", "64", "1000", "1010", "+10 (+1.00%)"],
         ["as released", "64", "1000", "out of memory", ""],
         ["none stays within", "", "", "1010", ""],
