@@ -532,7 +532,7 @@ def equal_safety(root: Path) -> str:
     fewer = sum(share < 0 for share in more)
     return (
         f"fewer in {fewer} of {len(rows)} configurations, out of memory in "
-        f"{len(rows) - len(safe)}; in the others {percents[0]} to {percents[-1]}"
+        f"{len(rows) - len(safe)}; where it serves, {percents[0]} to {percents[-1]}"
     )
 
 

@@ -224,7 +224,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         if stock is not None and fits:
             more = ours["tokens"] - stock["tokens"]
             cells[-1] = f"{more:+} ({more / stock['tokens']:+.2%})"
-        cells.append("".join(re.findall(r"`(\w+)", row["recorded"])))
+        cells.append("".join(re.findall(r"`([\w-]+)", row["recorded"])))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -419,7 +419,7 @@ def serve(llm: Any, **sampling: Any) -> str:
     """Serve the largest batches.
 
     A prompt for each sequence that fits into one step, then one that fills it, with the
-    largest image if the model takes images, and many such; each with sound if it takes
+    largest image if the model takes images, then several; each with sound if it takes
     sound. One of
     the longest length takes more steps, which have its context before them. With MLA
     and prefix caching, as many prompts as fit into a step have that context. With
@@ -442,8 +442,8 @@ def serve(llm: Any, **sampling: Any) -> str:
     elif config.model_config.is_multimodal_model:
         long = with_image([7], (1260, 1260))
     batches = [short, [long]]
-    if config.model_config.is_multimodal_model:
-        # As many at once as the scheduler takes; it caches images that are equal.
+    if "image" in long.get("multi_modal_data", {}):
+        # Several at once. Equal images would be encoded once.
         batches.append([with_image([7], (1260, 1260 - 28 * i)) for i in range(8)])
     # With hooks.toml, each step of a prompt counts as a token.
     steps = config.model_config.max_model_len // tokens

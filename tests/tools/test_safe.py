@@ -81,7 +81,7 @@ def test_table_says_who_has_more() -> None:
         row | {"stock": s, "patched": p} for s in (stock, None) for p in (ours, died)
     ]
     cells = [[c.strip() for c in line.split("|")[6:-1]] for line in table(rows)[2:]]
-    assert {commit for *_, commit in cells} == {"abc"}
+    assert {commit for *_, commit in cells} == {"abc-dirty"}
     assert [told for *told, _ in cells] == [
         ["as released", "64", "1000", "1010", "+10 (+1.00%)"],
         ["as released", "64", "1000", "out of memory", ""],
