@@ -43,8 +43,9 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
 def test_stock_fails_by_fragmentation(name: str, tmp_path: Path) -> None:
     (load,) = serve(CASES[name], "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"
-    # It holds more than it counts, which may come to that.
-    assert load["spare"] > 0 or name != MIXED
+    # It holds more than it counts, which may come to that; cuBLAS's workspaces alone
+    # are 32 MiB.
+    assert load["spare"] > -32 * MIB or name != MIXED
 
 
 @pytest.mark.parametrize(
