@@ -471,7 +471,8 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tar.extractall(folder, filter="data")
         tree = folder / f"vllm-{version}"
         git = ["git", f"--git-dir={folder}/clone/.git", f"--work-tree={tree}",
-               "-c", "user.name=U", "-c", "user.email=u@u"]  # fmt: skip
+               "-c", "user.name=U", "-c", "user.email=u@u",
+               "-c", "gc.auto=0"]  # fmt: skip
         if not (folder / "clone").exists():
             subprocess.run(["git", "init", "-q", "-b", "main", folder / "clone"])
         for command in (["add", "-A", "-f"], ["commit", "-q", "-m", version],
