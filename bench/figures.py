@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from bench import kv_table, published_runs
+from bench import kv_table, published_runs, safe
 from scripts import topics
 from scripts.commands import Problem, command, write_whole
 
@@ -57,8 +57,8 @@ def main(args: argparse.Namespace) -> None:
 def pages(root: Path) -> list[Path]:
     """topics.toml has figures in the costs of sets."""
     first = [root / name for name in ("README.md", "patches/README.md", topics.FILE)]
-    runs = root / "docs/data" / published_runs.RUNS_PAGE
-    return [*first, *sorted((root / "docs").glob("*.md")), runs]
+    each = root / published_runs.RUNS_PAGE
+    return [*first, *sorted((root / "docs").glob("*.md")), each]
 
 
 def filled(root: Path, text: str) -> str:
@@ -524,15 +524,16 @@ def gpu_prediction(root: Path) -> str:
 
 def equal_safety(root: Path) -> str:
     """Patched KV tokens beside those of stock vLLM, lowered until it is as safe."""
-    rows = json.loads((root / "docs/data/equal-safety.json").read_text())["rows"]
-    ours = [(row["patched"], row["stock"]) for row in rows]
-    safe = [pair for pair in ours if pair[0]["served"] and not pair[0]["start_above"]]
-    more = [patched["tokens"] / stock["tokens"] - 1 for patched, stock in safe if stock]
+    rows = json.loads((root / safe.DATA).read_text())["rows"]
+    fit = [row for row in rows if safe.fits(row["patched"])]
+    more = [
+        r["patched"]["tokens"] / r["stock"]["tokens"] - 1 for r in fit if r["stock"]
+    ]
     percents = [f"{100 * share:+.2f} %" for share in sorted(more)]
     fewer = sum(share < 0 for share in more)
     return (
         f"fewer in {fewer} of {len(rows)} configurations, out of memory in "
-        f"{len(rows) - len(safe)}; where it serves, {percents[0]} to {percents[-1]}"
+        f"{len(rows) - len(fit)}; where it serves, {percents[0]} to {percents[-1]}"
     )
 
 

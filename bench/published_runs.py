@@ -28,7 +28,7 @@ from bench.simulated_start import Asked, Release, profile_of, simulate, why
 from bench.virtual import recorded
 from scripts.commands import Problem, command, scratch, write_whole
 
-RUNS_PAGE = "published-runs.md"
+RUNS_PAGE = "docs/data/published-runs.md"
 DATA = "results/real-cards"
 REPLAYED = f"{DATA}/replayed.json"
 PEERS = f"{DATA}/peers.json"
@@ -87,9 +87,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, help="folder of the results of each start "
         "(build/bench-plan)",
     )  # fmt: skip
-    parser.add_argument(
-        "--page", type=Path, help=f"file to write, and data/{RUNS_PAGE} next to it"
-    )
+    parser.add_argument("--page", type=Path, help=f"file to write, and {RUNS_PAGE}")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -109,8 +107,7 @@ def main(args: argparse.Namespace) -> None:
     text = page(rows, (folder / "NOTES.md").read_text(), commit)
     if args.page:
         write_whole(args.page, text)
-        each = args.page.parent / "data" / RUNS_PAGE
-        write_whole(each, each_run(rows, commit))
+        write_whole(args.root / RUNS_PAGE, each_run(rows, commit))
     print(text)
 
 

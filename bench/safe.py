@@ -205,6 +205,11 @@ def as_it_comes(told: dict[str, Any]) -> dict[str, Any]:
     return {"served": served} | {key: told[key] for key in keys}
 
 
+def fits(patched: dict[str, Any]) -> bool:
+    """Whether it started and served within its budget."""
+    return patched["served"] and not patched["start_above"]
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| model | runner | mode | budget | steps | stock: segments | lowered by, MiB "
@@ -218,13 +223,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             cells += ["none stays within", "", ""]
         else:
             cells += [str(stock[key]) for key in ("kind", "lowered", "tokens")]
-        fits = ours["served"] and not ours["start_above"]
-        cells.append(str(ours["tokens"]) if fits else "out of memory")
+        cells.append(str(ours["tokens"]) if fits(ours) else "out of memory")
         cells.append("")
-        if stock is not None and fits:
+        if stock is not None and fits(ours):
             more = ours["tokens"] - stock["tokens"]
             cells[-1] = f"{more:+} ({more / stock['tokens']:+.2%})"
-        cells.append("".join(re.findall(r"`([\w-]+)", row["recorded"])))
+        cells.append(row["recorded"].split("`")[1])
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -437,14 +437,14 @@ def serve(llm: Any, **sampling: Any) -> str:
     most = min(tokens, config.model_config.max_model_len) - outputs
     short = [{"prompt_token_ids": [7] * (tokens // sequences)}] * sequences
     long: dict[str, Any] = {"prompt_token_ids": [7] * most}
+    several: list[dict[str, Any]] = []
     if config.model_config.is_encoder_decoder:
         short, long = [with_sound(**prompt) for prompt in short], with_sound(**long)
     elif config.model_config.is_multimodal_model:
-        long = with_image([7], (1260, 1260))
-    batches = [short, [long]]
-    if "image" in long.get("multi_modal_data", {}):
-        # Several at once. Equal images would be encoded once.
-        batches.append([with_image([7], (1260, 1260 - 28 * i)) for i in range(8)])
+        # Equal images would be encoded once.
+        several = [with_image([7], (1260, 1260 - 28 * i)) for i in range(8)]
+        long = several[0]
+    batches = [batch for batch in (short, [long], several) if batch]
     # With hooks.toml, each step of a prompt counts as a token.
     steps = config.model_config.max_model_len // tokens
     longest = config.model_config.max_model_len - outputs - steps

@@ -41,11 +41,12 @@ def serve(case: dict[str, Any], vllm: str, folder: Path) -> dict[str, Any]:
     "name", [MIXED, *(pytest.param(n, marks=long) for n in ("8B, LoRA", "30B-A3B"))]
 )
 def test_stock_fails_by_fragmentation(name: str, tmp_path: Path) -> None:
-    (load,) = serve(CASES[name], "official", tmp_path)["runs"]
+    # It also has the bytes of cuBLAS's workspaces, which it does not count.
+    case = CASES[name] | {"buffers": [32]}
+    (load,) = serve(case, "official", tmp_path)["runs"]
     assert load["outcome"] == "OOM"
-    # It holds more than it counts, which may come to that; cuBLAS's workspaces alone
-    # are 32 MiB.
-    assert load["spare"] > -32 * MIB or name != MIXED
+    # It holds more than it counts, which may come to that.
+    assert load["spare"] > 0 or name != MIXED
 
 
 @pytest.mark.parametrize(
