@@ -126,14 +126,16 @@ def environment(case: str) -> dict[str, str]:
     return expandable if "expandable" in case else {}
 
 
-def with_image(prompt: list[int], size: tuple[int, int]) -> dict[str, Any]:
-    """A prompt that ends with an image of width and height."""
+def with_image(
+    prompt: list[int], size: tuple[int, int], color: int = 0
+) -> dict[str, Any]:
+    """A prompt that ends with an image of width and height, which has one color."""
     from PIL import Image
 
     return {
         # <|vision_start|> <|image_pad|> <|vision_end|>, see models.py
         "prompt_token_ids": [*prompt, 3, 5, 4],
-        "multi_modal_data": {"image": Image.new("RGB", size)},
+        "multi_modal_data": {"image": Image.new("RGB", size, color)},
     }
 
 

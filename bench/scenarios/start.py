@@ -441,8 +441,9 @@ def serve(llm: Any, **sampling: Any) -> str:
     if config.model_config.is_encoder_decoder:
         short, long = [with_sound(**prompt) for prompt in short], with_sound(**long)
     elif config.model_config.is_multimodal_model:
-        # Equal images would be encoded once.
-        several = [with_image([7], (1260, 1260 - 28 * i)) for i in range(8)]
+        # The largest of processors.py, of 2048 tokens. Equal images are encoded once.
+        unit = 2 * config.model_config.hf_config.vision_config.patch_size
+        several = [with_image([7], (64 * unit, 32 * unit), i) for i in range(8)]
         long = several[0]
     batches = [batch for batch in (short, [long], several) if batch]
     # With hooks.toml, each step of a prompt counts as a token.
