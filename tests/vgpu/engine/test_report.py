@@ -48,7 +48,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         case(True, 9), "profile", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
-        case(True, 9, fragmentation_buffer_bytes=96 << 20, **EAGER),
+        case(True, 10, fragmentation_buffer_bytes=128 << 20, **EAGER),
         "kv_cache", MORE_BUDGET, "--max-num-batched-tokens",
     ),
     "load on a full device": (
