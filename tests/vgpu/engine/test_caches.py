@@ -24,6 +24,7 @@ def start(folder: Path, **more: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_nothing_is_kept_in_the_users_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_release_shifts_replies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "programs"),
     [
-        (2, 10),
+        pytest.param(2, 10, marks=pytest.mark.full),
         pytest.param(4, 4, marks=pytest.mark.full),
         pytest.param(2, 1200, marks=long, id="2-many"),
         pytest.param(4, 800, marks=long, id="4-many"),

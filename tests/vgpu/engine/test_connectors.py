@@ -22,7 +22,7 @@ pytestmark = pytest.mark.topic
 @pytest.mark.parametrize(
     ("ways", "v2"),
     [
-        pytest.param(FEW, True, id="few"),
+        pytest.param(FEW, True, id="few", marks=pytest.mark.full),
         pytest.param(list(WAYS), True, id="all-v2", marks=pytest.mark.long),
         pytest.param(list(WAYS), False, id="all-v1", marks=pytest.mark.long),
     ],

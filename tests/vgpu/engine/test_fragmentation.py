@@ -64,6 +64,7 @@ def test_patched_serves(name: str, tmp_path: Path) -> None:
     assert result["set_aside"] <= 128 * MIB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
 def test_fewer_tokens_at_once_map_fewer_pages(name: str, tmp_path: Path) -> None:
     """In a limit in bytes, where the KV cache has all that activations leave."""
@@ -85,6 +86,7 @@ def test_two_thousand_steps_are_served(name: str, tmp_path: Path) -> None:
     assert load["steps"] >= 2000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [MIXED, pytest.param("8B, V2", marks=long)])
 def test_serving_keeps_within_a_limit_in_bytes(name: str, tmp_path: Path) -> None:
     """The device has memory left. Without a limit PyTorch would take some of it."""

@@ -85,6 +85,7 @@ def suite(only: str, folder: Path, card: str = CARD, *options: str) -> dict[str,
     return content
 
 
+@pytest.mark.full
 def test_cases_hold(tmp_path: Path) -> None:
     content = suite("^churn$|^consumption", tmp_path)
     assert len(content["cases"]) == 2
@@ -96,6 +97,7 @@ def test_cases_hold(tmp_path: Path) -> None:
     assert churned["after"]["used"] == 2400 * MIB
 
 
+@pytest.mark.full
 def test_loads_hold(tmp_path: Path) -> None:
     content = suite("^loading: growing", tmp_path)
     (entry,) = content["cases"].values()
@@ -114,6 +116,7 @@ def test_both_engines_serve_side_by_side(tmp_path: Path) -> None:
         assert entry[vllm]["seconds"].keys() > {"import", "load_model", "engine"}
 
 
+@pytest.mark.full
 def test_both_sleep_in_turn(tmp_path: Path) -> None:
     content = suite("^sleep cycles", tmp_path, CARD, "--import-first")
     (entry,) = content["cases"].values()

@@ -102,7 +102,9 @@ TACTIC = {"transient": 512 * MIB, "kept": 256 * MIB}
     ("v2", "names"),
     [
         pytest.param(False, ["tensors", "asleep 1"], id="v1"),
-        pytest.param(True, ["tensors", "awake", "asleep 2", "tactic"], id="v2"),
+        pytest.param(
+            True, ["tensors", "awake", "asleep 2", "tactic"], id="v2", marks=full
+        ),
         pytest.param(False, ["awake", "asleep 2", "tactic"], id="v1, all", marks=long),
         pytest.param(True, ["asleep 1"], id="v2, all", marks=full),
     ],
@@ -351,6 +353,7 @@ def test_callers_own_worker_starts(v2: bool, tmp_path: Path) -> None:
         assert ours["tokens"] == [4] * 4
 
 
+@full
 def test_cuda_malloc_async_is_not_worse(tmp_path: Path) -> None:
     """PyTorch's limit is 2**64 bytes at first: no fraction could set that again."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}

@@ -12,7 +12,10 @@ from tests.vgpu.engine.harness import HOOKS, run
 
 @pytest.mark.parametrize(
     ("seed", "first", "count"),
-    [(4, 0, 4), pytest.param(5, 0, 40, marks=pytest.mark.long)],
+    [
+        pytest.param(4, 0, 4, marks=pytest.mark.full),
+        pytest.param(5, 0, 40, marks=pytest.mark.long),
+    ],
 )
 def test_patched_is_not_worse(
     seed: int, first: int, count: int, tmp_path: Path

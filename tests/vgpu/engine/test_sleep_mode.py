@@ -109,7 +109,7 @@ def test_patched_allocator_agrees_with_the_driver(
         pytest.param(1, False, marks=pytest.mark.full),
         pytest.param(1, True, marks=pytest.mark.long),
         pytest.param(2, False, marks=pytest.mark.long),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.full),
     ],
 )
 def test_updating_weights_ends_where_it_began(

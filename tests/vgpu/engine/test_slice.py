@@ -18,7 +18,7 @@ DEVICE = {"memory": "8GiB", "other": "2GiB"}
 SLICE = 3 * GIB
 # By how the memory is asked for: by the runtime, or by the driver's calls, linked.
 CASES = [
-    pytest.param({"graphs": True}, id="malloc"),
+    pytest.param({"graphs": True}, id="malloc", marks=pytest.mark.full),
     pytest.param({"sleep": 1}, id="sleep-mode", marks=pytest.mark.full),
 ]
 
