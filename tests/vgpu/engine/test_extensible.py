@@ -76,7 +76,7 @@ ENGINES = (
 
 def marks(engine: tuple[str, bool], graphs: bool) -> list[pytest.MarkDecorator]:
     if graphs:
-        if engine in (("dense", True), ("draft", True)):
+        if engine == ("dense", True):
             return []
         return [full] if engine[1] else [long]
     # Without graphs nothing is profiled twice, and little can differ.

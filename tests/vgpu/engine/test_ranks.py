@@ -380,7 +380,7 @@ def test_engines_that_share_experts_end_together(
 @pytest.mark.parametrize(
     "phases",
     [
-        pytest.param(("profile",), id="profile"),
+        pytest.param(("profile",), id="profile", marks=full),
         pytest.param(("profile_graphs", "capture"), id="graphs", marks=long),
     ],
 )
