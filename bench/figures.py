@@ -529,11 +529,11 @@ def equal_safety(root: Path) -> str:
     more = [
         r["patched"]["tokens"] / r["stock"]["tokens"] - 1 for r in fit if r["stock"]
     ]
-    percents = [f"{100 * share:+.2f} %" for share in sorted(more)]
     fewer = sum(share < 0 for share in more)
     return (
-        f"fewer in {fewer} of {len(rows)} configurations, out of memory in "
-        f"{len(rows) - len(fit)}; where it serves, {percents[0]} to {percents[-1]}"
+        f"more in {len(more) - fewer} of {len(rows)} configurations, by up to "
+        f"{100 * max(more):.2f} %, and fewer in {fewer}, by up to "
+        f"{-100 * min(more):.2f} %; out of memory in {len(rows) - len(fit)}"
     )
 
 
