@@ -441,9 +441,10 @@ def serve(llm: Any, **sampling: Any) -> str:
     if config.model_config.is_encoder_decoder:
         short, long = [with_sound(**prompt) for prompt in short], with_sound(**long)
     elif config.model_config.is_multimodal_model:
-        # The largest of processors.py, of 2048 tokens. Equal images are encoded once.
-        unit = 2 * config.model_config.hf_config.vision_config.patch_size
-        several = [with_image([7], (64 * unit, 32 * unit), i) for i in range(8)]
+        # Of 2025 tokens: nearly the largest of processors.py, which is as long as some
+        # contexts. Equal images are encoded once.
+        side = 45 * 2 * config.model_config.hf_config.vision_config.patch_size
+        several = [with_image([7], (side, side), i) for i in range(8)]
         long = several[0]
     batches = [batch for batch in (short, [long], several) if batch]
     # With hooks.toml, each step of a prompt counts as a token.
