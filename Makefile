@@ -107,10 +107,10 @@ envelope: wheel  ## the patched vLLM unpacked, for tests and benches
 
 ray: build/ray/ready  ## Ray, for the tests of its workers
 
-test: vgpu envelope overlay  ## the main tests; about 25 minutes on two cores
+test: vgpu envelope overlay  ## the main tests; under 15 minutes on two cores
 	@$(call RUN,scripts.run_tests) tools vgpu
 
-test-all: vgpu envelope overlay ray check-quick  ## all tests; about 50 minutes on two cores
+test-all: vgpu envelope overlay ray check-quick  ## all tests; about 30 minutes on two cores
 	@$(call RUN,scripts.run_tests) tools gpu vgpu-all
 
 test-long: vgpu envelope ray build/libraries/ready  ## tests that take too long for every run
