@@ -68,12 +68,17 @@ def against(way: str, model: str, rows: list[dict[str, dict[str, Any]]]) -> str:
     )
 
 
-def start(base: Base, way: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def start(
+    base: Base,
+    way: str,
+    cases: list[dict[str, Any]],
+    environment: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
     if way == "official":
-        return starts(base, cases, way)
+        return starts(base, cases, way, environment)
     more = {"enable_extensible_kv_cache": way == "extended"}
     asked = [case | {"report": True, "llm": case["llm"] | more} for case in cases]
-    return starts(base, asked, "envelope")
+    return starts(base, asked, "envelope", environment)
 
 
 def kv(result: dict[str, Any]) -> int:

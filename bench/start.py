@@ -155,9 +155,15 @@ def with_buffer(
     return starts(base, cases, site)
 
 
-def starts(base: Base, cases: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
+def starts(
+    base: Base,
+    cases: list[dict[str, Any]],
+    site: str,
+    environment: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
     """The result of each start; see scenarios/start.py."""
-    found = list(results(base, site, DEVICE, "start_each", json.dumps(cases)))
+    told = json.dumps(cases)
+    found = list(results(base, site, DEVICE, "start_each", told, environment))
     if len(found) != len(cases):
         raise Problem(f"{site}: {len(found)} of {len(cases)} starts ended.")
     return found

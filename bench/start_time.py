@@ -3,8 +3,9 @@ CUDA graphs, and with a KV cache that is extended after they are captured.
 
 Prints a Markdown table: the median of the ratios of the pairs, and their quartiles.
 Every start is a process on a virtual device, with full CUDA graphs, forked from one
-that has imported vLLM; one runs at a time. A small model's start has no weights to read
-and no kernel to wait for, so all that differs is seen.
+that has imported vLLM; one runs at a time, and Python's collector visits what is
+imported, as in a user's start. A small model's start has no weights to read and no
+kernel to wait for, so all that differs is seen.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def measured(
     for turn in turns(pairs):
         for way in WAYS:
             # The first warms the caches on disk.
-            _, *results = start(base, way, [case] * (turn + 1))
+            cases = [case] * (turn + 1)
+            _, *results = start(base, way, cases, {"COLLECT_IMPORTS": "1"})
             for result in results:
                 if result["outcome"] != "started":
                     error = result.get("error", "")

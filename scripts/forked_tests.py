@@ -68,6 +68,7 @@ def become(script: str, given: bytes, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = io.TextIOWrapper(io.BytesIO(given))
+    frozen.keep_no_longer()
     exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
 
 

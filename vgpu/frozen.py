@@ -6,7 +6,7 @@ vLLM thaws its frozen objects. A start collects some twenty times.
 
 import gc
 
-_freeze = gc.freeze
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 
 def freeze() -> None:
@@ -18,3 +18,8 @@ def freeze() -> None:
 def keep() -> None:
     """From now on nothing else freezes or thaws."""
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def keep_no_longer() -> None:
+    """Freeze and thaw as an interpreter does."""
+    gc.freeze, gc.unfreeze = _freeze, _unfreeze
