@@ -186,7 +186,7 @@ def worker_overridden() -> dict[str, Any]:
     class Overridden(gpu_worker.Worker):  # type: ignore[misc]
         @contextmanager
         def _scoped_allocator_max_split(self, max_split_size_mb: int) -> Iterator[None]:
-            calls.append("split")
+            calls.append(f"split {max_split_size_mb}")
             with super()._scoped_allocator_max_split(max_split_size_mb):
                 yield
 
