@@ -10,7 +10,7 @@ _freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 
 def freeze() -> None:
-    """For good, once `keep` was called."""
+    """Until `keep_no_longer`, once `keep` was called."""
     gc.collect()
     _freeze()
 
