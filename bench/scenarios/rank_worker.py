@@ -1,7 +1,7 @@
 """Changes to each worker of ranks.py, and a worker's account of itself.
 
-This is the workers' extension: each imports it before it makes its Worker, however the
-process was started.
+A plugin (bench/rank_plugin) that each process loads before it makes its Worker, however
+it was started. A `worker_extension_cls` would change how vLLM serves.
 """
 
 from __future__ import annotations
@@ -40,25 +40,33 @@ PHASES: dict[str, tuple[tuple[Any, ...], str]] = {
 HELD: dict[str, int] = {}
 
 
-class Rank:
-    def tell(self: Any) -> dict[str, Any]:
-        """What it holds, in bytes."""
-        at = self.device.index
-        allocator = get_mem_allocator_instance()
-        pooled = sum(d.handle[1] for d in allocator.pointer_to_data.values())
-        return {
-            "rank": self.rank,
-            "process": os.getpid(),
-            "device": at,
-            "requested": int(self.requested_memory),
-            "before": HELD["before"],
-            "used": control.process_used(at),
-            "pooled": pooled,  # by sleep mode, including unmapped memory
-            "peak": control.process_peak(at),
-            "kernels": control.kernels(),
-            "model": int(self.model_runner.model_memory_usage),
-            "kv": int(getattr(self, "available_kv_cache_memory_bytes", 0)),
-        }
+def install() -> None:
+    """Let each worker of this process tell what it holds, and fail if it is to."""
+    setattr(Worker, "tell", tell)  # noqa: B010
+    note_what_is_held()
+    setattr(shared_memory, "_SHM_NAME_PREFIX", os.environ["RANKS_SHARED_MEMORY"])  # noqa: B010
+    if "RANKS_FAILS" in os.environ:
+        fail(**json.loads(os.environ["RANKS_FAILS"]))
+
+
+def tell(worker: Worker) -> dict[str, Any]:
+    """What it holds, in bytes."""
+    at = worker.device.index
+    allocator = get_mem_allocator_instance()
+    pooled = sum(d.handle[1] for d in allocator.pointer_to_data.values())
+    return {
+        "rank": worker.rank,
+        "process": os.getpid(),
+        "device": at,
+        "requested": int(worker.requested_memory),
+        "before": HELD["before"],
+        "used": control.process_used(at),
+        "pooled": pooled,  # by sleep mode, including unmapped memory
+        "peak": control.process_peak(at),
+        "kernels": control.kernels(),
+        "model": int(worker.model_runner.model_memory_usage),
+        "kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
+    }
 
 
 def note_what_is_held() -> None:
@@ -99,9 +107,3 @@ def fail(rank: int, phase: str, how: str, when: str) -> None:
     owners, name = PHASES[phase]
     for owner in owners:
         before(owner, name, at_rank)
-
-
-note_what_is_held()
-setattr(shared_memory, "_SHM_NAME_PREFIX", os.environ["RANKS_SHARED_MEMORY"])  # noqa: B010
-if "RANKS_FAILS" in os.environ:
-    fail(**json.loads(os.environ["RANKS_FAILS"]))

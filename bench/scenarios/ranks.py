@@ -64,12 +64,15 @@ LEAVING = {"ray": 5.0}
 CLUSTER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/dashboard/agent.py")
 ACTOR = "ray::RayWorkerProc"
 RAY = Path(__file__).resolve().parents[2] / "build/ray"
+PLUGIN = str(Path(__file__).resolve().parents[1] / "rank_plugin")
 
 
 def main() -> None:
     cases = json.loads(sys.argv[1])
     if any(case.get("executor") == "ray" for case in cases):
         sys.path.insert(0, str(RAY))  # vLLM looks for it as it is imported
+    sys.path.append(PLUGIN)
+    os.environ["PYTHONPATH"] += os.pathsep + PLUGIN
     import_vllm()  # once for all engines
     for case in cases:
         assert case.keys() <= DEFAULTS.keys(), case
@@ -188,7 +191,6 @@ def run(case: dict[str, Any], result: dict[str, Any], folder: Path) -> None:
     arguments: dict[str, Any] = {
         "enforce_eager": not case["graphs"],
         "distributed_executor_backend": case["executor"],
-        "worker_extension_cls": "bench.scenarios.rank_worker.Rank",
         "enable_sleep_mode": case["sleep"] > 0,
     }
     if case["graphs"]:
