@@ -310,6 +310,25 @@ def test_stock_does_not_count_it(v2: bool, tmp_path: Path) -> None:
     assert result["outcome"] == "started" and not result["within"]
 
 
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_length_for_which_the_release_has_just_enough(v2: bool, tmp_path: Path) -> None:
+    """The largest batches exceed the request, as with the release. A limit in bytes is
+    not exceeded."""
+    asked: dict[str, Any] = {"serve": "alone", "llm": {"max_model_len": 8192}}
+    (roomy,) = starts([case(v2, 0.3, **asked)], "official", tmp_path)
+    enough = 40 * MIB  # for 8192 tokens of 4 KiB
+    share = 0.3 - (roomy["kv"] - enough) / int(str(DEVICE["memory"]))
+    cases = [case(v2, share, **asked)]
+    ((official,), (ours,)) = (
+        starts(cases, vllm, tmp_path) for vllm in ("official", "envelope")
+    )
+    assert official["outcome"] == ours["outcome"] == "started", str(ours.get("error"))
+    assert official["served"] == ours["served"] == "lives"
+    asked["llm"]["gpu_memory_limit_bytes"] = official["requested"]
+    (strict,) = starts([case(v2, 1.0, **asked)], "envelope", tmp_path)
+    assert strict["outcome"] == "ValueError"
+
+
 @pytest.mark.parametrize(
     "vllm", [pytest.param("official", marks=full), pytest.param("envelope")]
 )
