@@ -138,10 +138,11 @@ def starts_above(root: Path) -> str:
         return [mib for mib in over if mib > 0], len(rows)
 
     (stock, came_up), (patched, of_patched) = above(3), above(7)
+    by = f", by {span(patched, '.0f')} MiB" if patched else ""
     return (
         f"{len(stock)} of {came_up} stock starts that came up went above their budget, "
         f"by {span(stock, '.0f')} MiB (median {median(stock):.0f}); of the patched "
-        f"ones {len(patched)} of {of_patched}"
+        f"ones {len(patched)} of {of_patched}{by}"
     )
 
 

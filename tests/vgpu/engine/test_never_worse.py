@@ -329,6 +329,41 @@ def test_length_for_which_the_release_has_just_enough(v2: bool, tmp_path: Path) 
     assert strict["outcome"] == "ValueError"
 
 
+TIGHT: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (24, {"serve": "alone"}),
+    # The memory is not taken for graphs.
+    "another process takes memory": (
+        60, GRAPHS | {"moved": 512 * MIB, "moved_at": "capture"},
+    ),
+    "graphs are not estimated": (
+        64,
+        GRAPHS | {"environment": {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_attention_needs_more_than_is_left_of_the_request(
+    v2: bool, tight: str, tmp_path: Path
+) -> None:
+    """The release profiles none, and starts with what a forward pass without it left.
+    A prompt then takes more than was requested: 0.4 GiB with this model."""
+    left, asked = TIGHT[tight]  # MiB, for 4096 tokens of 2.25 KiB
+    llm = {"attention_backend": "FLASH_ATTN_MLA", "max_model_len": 4096}
+    llm |= {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
+    asked = asked | {"model": "MLA, 64 experts"}
+    (roomy,) = starts([case(v2, 0.5, llm=llm) | asked], "official", tmp_path)
+    share = 0.5 - (roomy["kv"] - left * MIB) / int(str(DEVICE["memory"]))
+    cases = [case(v2, share, llm=llm) | asked]
+    (official,) = starts(cases, "official", tmp_path)
+    (ours,) = starts([cases[0] | {"report": True}], "envelope", tmp_path)
+    assert official["outcome"] == ours["outcome"] == "started", str(ours.get("error"))
+    if tight == "alone":
+        assert official["served"] == ours["served"] == "lives"
+        assert ours["report"]["above_request"]["profile"] > 300 * MIB
+
+
 @pytest.mark.parametrize(
     "vllm", [pytest.param("official", marks=full), pytest.param("envelope")]
 )

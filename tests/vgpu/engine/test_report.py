@@ -16,6 +16,7 @@ DEVICE = {"memory": MEMORY, "context": "300MiB", "graph": 700 << 10}
 V1 = pytest.param(False, id="v1", marks=(pytest.mark.long, pytest.mark.topic))
 LESS_GRAPHS = "--max-cudagraph-capture-size"
 MORE_BUDGET = "increase --gpu-memory-utilization"
+MORE_LIMIT = "increase --gpu-memory-limit-bytes"
 # Another process takes all that is free of the request as a phase begins.
 LESS_BUDGET = "decrease --gpu-memory-utilization"
 
@@ -39,13 +40,17 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {}}
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "load beyond the limit": (
         case(True, gpu_memory_limit_bytes=440 << 20),
-        "load", "increase --gpu-memory-limit-bytes", "--quantization",
+        "load", MORE_LIMIT, "--quantization",
     ),
-    "profile beyond the budget": (
-        case(True, 6), "profile", MORE_BUDGET, "--max-num-batched-tokens",
+    "profile beyond the limit": (
+        case(True, gpu_memory_limit_bytes=470 << 20),
+        "profile", MORE_LIMIT, "--max-num-batched-tokens",
+    ),
+    "graphs beyond the limit": (
+        case(True, gpu_memory_limit_bytes=570 << 20), "profile", MORE_LIMIT, LESS_GRAPHS,
     ),
     "graphs beyond the budget": (
-        case(True, 9), "profile", MORE_BUDGET, LESS_GRAPHS,
+        case(True, 9), "kv_cache", MORE_BUDGET, LESS_GRAPHS,
     ),
     "nothing left for the KV cache": (
         case(True, 10, fragmentation_buffer_bytes=128 << 20, **EAGER),

@@ -76,7 +76,7 @@ def test_stock_takes_more_than_requested(v2: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("v2", [TOPIC, V2])
 def test_patched_keeps_its_word(v2: bool, tmp_path: Path) -> None:
-    cases = [case("dense", v2, 10), case("dense", v2, 18), case("eagle", v2, 50)]
+    cases = [case("dense", v2, 3), case("dense", v2, 18), case("eagle", v2, 50)]
     refused, *started = starts(cases, "envelope", tmp_path)
     # Its weights alone are more, and loading is not bounded.
     assert refused["outcome"] == "ValueError", refused

@@ -19,10 +19,15 @@ RUNNERS = [
 ]
 
 
-def start(v2: bool, vllm: str, folder: Path, **llm: Any) -> dict[str, Any]:
+def start(
+    v2: bool, vllm: str, folder: Path, caches: Path | None = None, **llm: Any
+) -> dict[str, Any]:
     llm = {"gpu_memory_utilization": REQUESTED / (8 * GIB)} | llm
-    case = {"v2": v2, "graphs": True, "llm": llm}
-    result = run("start", case, vllm=vllm, device=DEVICE, folder=folder)
+    # The path of the model is in the name of a plan.
+    case = {"v2": v2, "graphs": True, "folder": str(folder / "model"), "llm": llm}
+    result = run(
+        "start", case, vllm=vllm, device=DEVICE, folder=folder, caches=caches
+    )
     assert result["outcome"] == "started", result
     return result
 
@@ -49,8 +54,8 @@ def test_startup_plan_applies_what_was_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    first, again = (start(False, "envelope", tmp_path) for _ in range(2))
+    caches = tmp_path / "caches"
+    first, again = (start(False, "envelope", tmp_path, caches) for _ in range(2))
     assert f"kv_cache_memory_bytes={first['suggested'][0]} " in again["stdout"]
     assert again["blocks"] >= first["blocks"]
     assert again["peak"] <= REQUESTED
