@@ -47,7 +47,8 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "profile", MORE_LIMIT, "--max-num-batched-tokens",
     ),
     "graphs beyond the limit": (
-        case(True, gpu_memory_limit_bytes=570 << 20), "profile", MORE_LIMIT, LESS_GRAPHS,
+        case(True, gpu_memory_limit_bytes=570 << 20),
+        "profile", MORE_LIMIT, LESS_GRAPHS,
     ),
     "graphs beyond the budget": (
         case(True, 9), "kv_cache", MORE_BUDGET, LESS_GRAPHS,
