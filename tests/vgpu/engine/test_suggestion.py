@@ -25,9 +25,7 @@ def start(
     llm = {"gpu_memory_utilization": REQUESTED / (8 * GIB)} | llm
     # The path of the model is in the name of a plan.
     case = {"v2": v2, "graphs": True, "folder": str(folder / "model"), "llm": llm}
-    result = run(
-        "start", case, vllm=vllm, device=DEVICE, folder=folder, caches=caches
-    )
+    result = run("start", case, vllm=vllm, device=DEVICE, folder=folder, caches=caches)
     assert result["outcome"] == "started", result
     return result
 
