@@ -6,9 +6,11 @@ refused or its largest batches run out of memory, the text is read, and each num
 flag that it names is started with: a number as it stands, a flag with up to three
 values in its direction. An advice is true if a start with it serves.
 
-A text holds if all its numbers are true, or if it has none, one of its flags. One that
-names nothing to try is not judged, and more ranks (--tensor-parallel-size) are not
-tried. Prints a line a situation; ends with 1 if a text does not hold.
+A text holds if all its numbers are true, or if it has none, one of its flags. A number
+of what is free is true if it is accepted, where the text says that it has to suffice
+for the model. One that names nothing to try is not judged, and more ranks
+(--tensor-parallel-size) are not tried. Prints a line a situation; ends with 1 if a text
+does not hold.
 """
 
 from __future__ import annotations
@@ -163,6 +165,9 @@ NUMBERS = {
 }
 
 
+TOO_MUCH = "on startup is less than"
+
+
 def numbers(text: str, case: Case) -> Iterator[tuple[str, Case]]:
     for pattern, name in NUMBERS.items():
         if said := re.search(pattern, text):
@@ -216,6 +221,8 @@ def main(args: argparse.Namespace) -> None:
         told: dict[str, Any] = {"name": one.name, "says": text, "recorded": commit}
         if text:
             exact = {name: tried(again) for name, again in numbers(text, case)}
+            if "has to suffice for the model" in text:
+                exact = {n: why if TOO_MUCH in why else "" for n, why in exact.items()}
             helped: dict[str, str] = {}
             for flag, values in flags(text, case, card):
                 for value in values:
