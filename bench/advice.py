@@ -163,8 +163,7 @@ NUMBERS = {
     r"max_num_seqs to at most (\d+)": "max_num_seqs",
     r"estimated maximum model length is (\d+)": "max_model_len",
 }
-
-
+# Refused again: less is free than a number asks for.
 TOO_MUCH = "on startup is less than"
 
 
