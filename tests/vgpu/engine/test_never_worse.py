@@ -364,6 +364,33 @@ def test_attention_needs_more_than_is_left_of_the_request(
         assert ours["report"]["above_request"]["profile"] > 300 * MIB
 
 
+FIRST = {"environment": {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0"}}
+COUNTED: dict[str, dict[str, Any]] = {
+    "drafts": {"draft": 3},
+    "drafts, in company": {"draft": 3, "tensors": 300 * MIB, "thread": 8 * MIB},
+    "drafts, sized first": {"draft": 3} | FIRST,
+    "workspaces, sized first": FIRST,
+}
+
+
+@pytest.mark.parametrize("counted", COUNTED)
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_kv_cache_is_needed_by_what_the_release_does_not_count(
+    v2: bool, counted: str, tmp_path: Path
+) -> None:
+    """Logits of drafts, and workspaces of cuBLAS."""
+    asked, left = COUNTED[counted] | GRAPHS | {"serve": "alone"}, 40 * MIB
+    llm = {"max_model_len": 4096, "max_num_batched_tokens": 8192}
+    llm["max_num_seqs"] = 512 if "draft" in asked else 16
+    (roomy,) = starts([case(v2, 0.7, llm=llm) | asked], "official", tmp_path)
+    share = 0.7 - (roomy["kv"] - left) / int(str(DEVICE["memory"]))
+    cases = [case(v2, share, llm=llm) | asked]
+    (official,) = starts(cases, "official", tmp_path)
+    (ours,) = starts(cases, "envelope", tmp_path)
+    assert official["outcome"] == ours["outcome"] == "started", str(ours.get("error"))
+    assert official["served"] == ours["served"] == "lives"
+
+
 @pytest.mark.parametrize(
     "vllm", [pytest.param("official", marks=full), pytest.param("envelope")]
 )
