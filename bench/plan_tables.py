@@ -26,8 +26,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, int | None, str]]:
         return
     notes = {
         "kv_cache": f"{result['blocks']} blocks, {plan.tokens:,} tokens",
-        "cuda_graphs": f"{gib(result.get('graphs_estimated', 0)).strip()} estimated",
     }
+    # None is estimated where the KV cache is sized last.
+    if estimated := result.get("graphs_estimated"):
+        notes["cuda_graphs"] = f"{gib(estimated).strip()} estimated"
     if "loading_peak" in result:
         notes["weights"] = f"{gib(result['loading_peak']).strip()} while they load"
     for name, size in (result["in_use"] | plan.set_aside()).items():
