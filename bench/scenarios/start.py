@@ -28,6 +28,7 @@ from bench.scenarios.on_the_host import (
     warm_up_few_batches,
 )
 from bench.scenarios.result import print_result
+from bench.scenarios.wrap import wrap
 
 DEFAULTS: dict[str, Any] = {
     "model": "dense",
@@ -430,6 +431,8 @@ def serve(llm: Any, **sampling: Any) -> str:
 
     from bench.scenarios import device
 
+    if device.VIRTUAL:
+        sample_valid_tokens()
     config = llm.llm_engine.vllm_config
     tokens = config.scheduler_config.max_num_batched_tokens
     sequences = config.scheduler_config.max_num_seqs
@@ -478,6 +481,20 @@ def serve(llm: Any, **sampling: Any) -> str:
             raise
         return f"out of memory: {str(error)[:200]}"
     return "lives"
+
+
+def sample_valid_tokens() -> None:
+    """Kernels do nothing, so a token that was sampled is what its memory held before.
+    A request that is preempted has it in its next prompt: in 32 bits."""
+    from vllm.v1.request import Request
+
+    def wrapper(append: Any) -> Any:
+        def call(request: Any, tokens: int | list[int]) -> None:
+            append(request, 7 if isinstance(tokens, int) else [7] * len(tokens))
+
+        return call
+
+    wrap(Request, "append_output_token_ids", wrapper)
 
 
 def sleep(llm: Any, level: int) -> dict[str, int]:
