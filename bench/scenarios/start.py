@@ -455,6 +455,9 @@ def serve(llm: Any, **sampling: Any) -> str:
     longest = config.model_config.max_model_len - outputs - steps
     if longest > tokens and config.model_config.runner_type == "generate":
         batches.append([{"prompt_token_ids": [7] * longest}])
+    if config.model_config.use_mla and most >= 512:  # decodes for FLASH_ATTN_MLA
+        decoded = {"prompt_token_ids": [7] * 512}
+        batches.append([decoded] * min(sequences, tokens // 512))
     if config.cache_config.enable_prefix_caching and config.model_config.use_mla:
         # As many as fit into a step, with all the rest of their context before them.
         own = [[7] * (longest - 8) + [10 + i] * 8 for i in range(tokens // 24)]

@@ -580,6 +580,29 @@ def test_short_prefills_of_mla_are_profiled(v2: bool, tmp_path: Path) -> None:
         assert result["served"] == "lives", result
 
 
+@pytest.mark.parametrize("v2", [V1, V2])
+def test_prompts_that_mla_decodes_are_profiled(v2: bool, tmp_path: Path) -> None:
+    """Spread over all sequences, a full step has 513 tokens each: prefills. With 512
+    they are decodes, whose queries and outputs are of the latent space."""
+    llm = {"attention_backend": "FLASH_ATTN_MLA", "max_model_len": 1100}
+    llm |= {"max_num_batched_tokens": 6156, "max_num_seqs": 12}
+    llm["hf_overrides"] = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    asked = case(v2, 0.25, llm=llm, model="MLA", serve=True)
+    ((official, ours),) = compared({"": asked}, tmp_path).values()
+    assert official["served"].startswith("out of memory")
+    assert ours["outcome"] == "started" and ours["within"], ours
+    assert ours["served"] == "lives"
+
+
+def test_last_prompt_of_mla_is_longer(tmp_path: Path) -> None:
+    """With V1 the last of 3000 prompts has 2194 tokens, and the others have 2."""
+    llm = {"attention_backend": "TRITON_MLA", "max_model_len": 2048}
+    llm |= {"max_num_batched_tokens": 8192, "max_num_seqs": 3000}
+    llm["enable_prefix_caching"] = True
+    (ours,) = starts([case(False, 0.5, llm=llm, model="MLA")], "envelope", tmp_path)
+    assert ours["outcome"] == "started" and ours["within"], ours
+
+
 @pytest.mark.parametrize(
     ("name", "v2"),
     [
