@@ -50,6 +50,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "small dense": {"model": "dense"},
     "experts (30B-A3B)": {"model": "qwen-30b-a3b"},
     "MLA": {"model": "MLA, 64 experts", "llm": {"attention_backend": "TRITON_MLA"}},
+    "MLA, FlashAttention": {
+        "model": "MLA, 64 experts",
+        "llm": {"attention_backend": "FLASH_ATTN_MLA"},
+    },
     "gated delta nets": hybrid(max_num_batched_tokens=2048),
     "Mamba2": {"model": "Mamba2", "llm": {"max_num_batched_tokens": 2048}},
     "8B, EAGLE": {"draft": 3},
@@ -93,6 +97,7 @@ GRID = (
     Row("experts (30B-A3B)", "V2", "eager", 0.5),
     Row("small dense", "V2", "graphs", 0.5),
     Row("MLA", "V2", "graphs", 0.5),
+    Row("MLA, FlashAttention", "V2", "graphs", 0.5),
     Row("8B, LoRA", "V2", "eager", 0.5),
     Row("8B, EAGLE", "V2", "eager", 0.7),
     Row("vision", "V2", "eager", 0.7),
