@@ -384,11 +384,12 @@ def test_kv_cache_is_needed_by_what_the_release_does_not_count(
     asked, left = COUNTED[counted] | GRAPHS | {"serve": "alone"}, 40 * MIB
     llm = {"max_model_len": 4096, "max_num_batched_tokens": 8192}
     llm["max_num_seqs"] = 512 if "draft" in asked else 16
-    (roomy,) = starts([case(v2, 0.7, llm=llm) | asked], "official", tmp_path)
+    # A thread may release what stock vLLM has seen in use, which ends its start.
+    alone = {name: value for name, value in asked.items() if name != "thread"}
+    (roomy,) = starts([case(v2, 0.7, llm=llm) | alone], "official", tmp_path)
     share = 0.7 - (roomy["kv"] - left) / int(str(DEVICE["memory"]))
-    cases = [case(v2, share, llm=llm) | asked]
-    (official,) = starts(cases, "official", tmp_path)
-    (ours,) = starts(cases, "envelope", tmp_path)
+    (official,) = starts([case(v2, share, llm=llm) | alone], "official", tmp_path)
+    (ours,) = starts([case(v2, share, llm=llm) | asked], "envelope", tmp_path)
     assert official["outcome"] == ours["outcome"] == "started", str(ours.get("error"))
     assert official["served"] == ours["served"] == "lives"
 
