@@ -25,6 +25,7 @@ MARK = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.S)
 MIB, GIB = 1 << 20, 1 << 30
 RANDOM = "docs/data/random-starts.json"
 CALLER = "docs/data/caller-programs.json"
+ADVICE = "docs/data/advice.json"
 STARTS = "docs/data/start-within-the-budget.md"
 OF_SETS = "docs/data/sets.md"
 ROWS = "docs/data/never-worse.md"
@@ -126,6 +127,13 @@ def caller_steps(root: Path) -> str:
         raise Problem(f"{CALLER} has a program that differs.")
     steps = sum(program["steps"] for program in programs)
     return f"{steps:,} steps of {len(programs)} programs"
+
+
+def advice(root: Path) -> str:
+    """Of starts that got too little, those whose errors advise what serves."""
+    told = json.loads((root / ADVICE).read_text())["situations"].values()
+    holds = [one["holds"] for one in told if "holds" in one]
+    return f"{sum(holds)} of {len(holds)} errors in {len(told)} starts"
 
 
 def starts_above(root: Path) -> str:
@@ -544,6 +552,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "full-batches": full_batches,
     "random-starts": random_starts,
     "caller-steps": caller_steps,
+    "advice": advice,
     "planned-models": planned_models,
     "less-kv-cache": less_kv_cache,
     "less-kv-cache-whole": less_kv_cache_of_whole_models,
