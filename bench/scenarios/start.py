@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -486,9 +487,11 @@ def serve(llm: Any, **sampling: Any) -> str:
     return "lives"
 
 
+@functools.cache
 def sample_valid_tokens() -> None:
-    """Kernels do nothing, so a token that was sampled is what its memory held before.
-    A request that is preempted has it in its next prompt: in 32 bits."""
+    """Once a process. Kernels do nothing, so a token that was sampled is what its
+    memory held before. A request that is preempted has it in its next prompt: in 32
+    bits."""
     from vllm.v1.request import Request
 
     def wrapper(append: Any) -> Any:
