@@ -499,6 +499,16 @@ SMALL: dict[str, object] = {"memory": 2560 * MIB, "graph": 700 << 10}
 BATCHES: dict[str, dict[str, Any]] = {
     "dense": {"graphs": True, "llm": {"compilation_config": {"mode": 0}}},
     "experts": {"model": "moe"},
+    # Of few tokens they have a stream of their own, and cuBLAS a workspace there.
+    "shared experts": {
+        "model": "shared experts",
+        "llm": {
+            "gpu_memory_utilization": 0.576,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192,
+            "max_model_len": 8192,
+        },
+    },
     "hybrid": {"model": "hybrid", "llm": {"gdn_prefill_backend": "triton"}},
     # Whose KV cache holds fewer sequences than are scheduled.
     "hybrid in half": {
@@ -608,6 +618,7 @@ def test_no_prompt_of_mla_exceeds_the_longest(tmp_path: Path) -> None:
     [
         ("dense", True),
         pytest.param("experts", True, marks=full),
+        ("shared experts", False),
         pytest.param("hybrid", False, marks=full),
         pytest.param("hybrid", True, marks=full),
         pytest.param("hybrid in half", False, marks=long),
