@@ -640,6 +640,48 @@ def test_largest_batches_fit(name: str, v2: bool, tmp_path: Path) -> None:
     assert ours["served"] == "lives"
 
 
+def test_shared_experts_without_warm_up(tmp_path: Path) -> None:
+    """With V2 no step of few tokens, which have a stream of their own, comes before the
+    KV cache has its size: without graphs vLLM does not warm up kernels."""
+    more = BATCHES["shared experts"]
+    llm = more["llm"] | {"gpu_memory_utilization": 1.0}
+    llm["gpu_memory_limit_bytes"] = 4 * GIB
+    asked = case(True, 1.0, serve=True, **more | {"llm": llm})
+    (ours,) = starts([asked], "envelope", tmp_path)
+    assert ours["outcome"] == "started" and ours["within"], ours
+    assert ours["served"] == "lives"
+
+
+@pytest.mark.parametrize(
+    ("v2", "model", "backend"),
+    [(False, "dense", "TRITON_ATTN"), (True, "MLA", "TRITON_MLA")],
+)
+def test_drafts_that_are_longer_than_a_step(
+    v2: bool, model: str, backend: str, tmp_path: Path
+) -> None:
+    llm: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 4}
+    llm |= {"max_model_len": 256, "attention_backend": backend}
+    llm["speculative_config"] = NGRAM | {"num_speculative_tokens": 5}
+    asked = case(v2, 0.5, llm=llm, model=model, generate=3)
+    ((official, ours),) = compared({"": asked}, tmp_path).values()
+    assert official["outcome"] == ours["outcome"] == "started", (official, ours)
+    assert ours["tokens"] == official["tokens"]
+
+
+def test_buffer_yields_where_nothing_is_left(tmp_path: Path) -> None:
+    """The least KV cache fits beside the largest batches, but not beside the buffer."""
+    limits = 196, 200, 212, 220
+    cases = [
+        case(False, 0.9, llm={"gpu_memory_limit_bytes": limit * MIB})
+        for limit in limits
+    ]
+    too_small, *some = starts(cases, "envelope", tmp_path)
+    assert too_small["outcome"] != "started"
+    for limit, ours in zip(limits[1:], some, strict=True):
+        assert ours["outcome"] == "started", (limit, ours)
+        assert ours["process_peak"] <= limit * MIB
+
+
 def test_hybrid_has_its_kv_cache_with_more_sequences(tmp_path: Path) -> None:
     """A prefill copies the states of a group of them, 2 MiB each, several times. The
     sampler's memory per sequence is less than half a MiB."""
