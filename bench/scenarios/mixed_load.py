@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.scenarios import start
 from bench.scenarios.loads import ALL_OF_THE_SAMPLER, LOADS, Load, with_image
-from bench.scenarios.on_the_host import compute_on_host
+from bench.scenarios.on_the_host import compute_on_host, inspect_models_here
 from bench.scenarios.result import print_result
 from bench.scenarios.start_each import import_vllm, in_fork, tell_death
 
@@ -114,6 +114,7 @@ def serve(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         arguments["skip_tokenizer_init"] = False
         arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     arguments = start.ENGINE | arguments | case["llm"]
+    inspect_models_here()
     compute_on_host(models.MODELS[case["model"]], arguments)
     if not hasattr(CacheConfig, "gpu_memory_limit_bytes"):  # stock
         arguments.pop("gpu_memory_limit_bytes", None)

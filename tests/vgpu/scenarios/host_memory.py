@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.on_the_host import inspect_models_here
 from bench.scenarios.result import print_result
 
 
@@ -37,6 +38,7 @@ def engine(case: dict[str, Any], **arguments: Any) -> Any:
     from bench.scenarios import models, start
 
     start.configure(v2=True)
+    inspect_models_here()
     from vllm import LLM
 
     models.MODELS[case["model"]]["num_hidden_layers"] = case["layers"]

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.scenarios.on_the_host import inspect_models_here
 from bench.scenarios.result import print_result
 
 
@@ -22,6 +23,7 @@ def main() -> None:
     from bench.scenarios import models, start
 
     start.configure(case["v2"])
+    inspect_models_here()
     import torch
     from safetensors.torch import save_file
     from vllm import LLM
