@@ -7,7 +7,8 @@ virtual device. Tests that need kernels to compute are left out (expected.toml).
 whole series all those tests run again, and upstream's mypy once.
 
 With --alone, a patch is checked on the release with only its needs by topics.toml,
-merged three-way in the order of the series; no name that it uses may be missing.
+merged three-way in the order of the series; no name that it uses may be missing, and
+none that it defines may be of another patch as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 from collections import deque
+from itertools import takewhile
 from pathlib import Path
 
 from scripts import upstream_hooks
@@ -101,6 +103,7 @@ def main(args: argparse.Namespace) -> None:
                 faults += upstream_hooks.run(tree, sorted(touched), hooks)
                 if alone:
                     faults += alone.missing(patch.stem, touched)
+                    faults += alone.astray(patch.stem)
                 if not args.no_tests:
                     place = folder / patch.stem
                     quick = args.first_failure and not args.patches
@@ -133,9 +136,16 @@ class Alone:
         self.repository = Repository(tree)
         self.words = words(tree, self.release)
         self.defined: dict[str, set[str]] = {}
+        # The same, as (file, name).
+        self.places: dict[str, set[tuple[str, str]]] = {}
         for name, commit in self.series.items():
             git(tree, "checkout", "-q", "--detach", commit)
-            self.defined[name] = names(tree, touched_lines(tree)).defined - self.words
+            places = self.places[name] = {
+                (file, word)
+                for file, lines in touched_lines(tree).items()
+                for word in names(tree, {file: lines}).defined - self.words
+            }
+            self.defined[name] = {word for _, word in places}
 
     def place(self, name: str) -> list[str]:
         """Check out a branch "check" with the topic on top; returns why it cannot."""
@@ -164,6 +174,19 @@ class Alone:
             f"{where}: {word} is of {others[word]}, not among its needs (topics.toml)"
             for word, where in names(self.tree, touched).used.items()
             if word in others and word not in known
+        ]
+
+    def astray(self, name: str) -> list[str]:
+        """Names that an earlier topic, not among its needs, defines in the same file:
+        a line of one is likely to be in the other."""
+        there = with_needs(self.base.root, list(self.series), [name])
+        earlier = takewhile(lambda topic: topic != name, self.series)
+        return [
+            f"{file}: {word} is also of {topic}, not among its needs (topics.toml)"
+            for topic in earlier
+            if topic not in there
+            for file, word in sorted(self.places[topic] & self.places[name])
+            if word != Path(file).stem
         ]
 
 
