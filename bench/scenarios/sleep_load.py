@@ -316,6 +316,10 @@ def main() -> None:
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     import torch
 
+    if "VGPU_RUN" in os.environ:
+        from bench.scenarios.on_the_host import inspect_models_here
+
+        inspect_models_here()
     free, total = torch.cuda.mem_get_info()
     held = None
     if asked.free is not None:

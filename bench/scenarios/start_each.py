@@ -3,7 +3,8 @@
 The argument is a JSON list of cases (see start.py); prints a RESULT line for each. The
 processes are forked from one that has done a start's imports, which are most of its
 time; FlashInfer is hidden, as if it were not installed. A case with a tactic of
-FlashInfer's, or a variable that is read as it imports, imports for itself.
+FlashInfer's imports for itself, cases in a row with a variable that imports read once
+for all of them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from bench.scenarios import start
@@ -51,18 +53,26 @@ def import_vllm() -> None:
 
 def main() -> None:
     import_vllm()
-    for case in json.loads(sys.argv[1]):
-        if "flashinfer_tactic" in case or is_read_by_imports(case):
-            # As a user's: it warms up all batches, too.
-            environment = dict(os.environ)
-            environment.pop("WARM_UP_FEW_BATCHES", None)
-            done = subprocess.run(
-                [sys.executable, "-m", start.__name__, json.dumps(case)],
-                env=environment,
-            )
-            tell_death(done.returncode)
+    this = "bench.scenarios.start_each"
+    for variables, cases in groupby(json.loads(sys.argv[1]), read_by_imports):
+        if variables:
+            tell_death(in_process(this, list(cases), os.environ | variables))
             continue
-        tell_death(in_fork(partial(begin, case)))
+        for case in cases:
+            if "flashinfer_tactic" in case:
+                # As a user's: it warms up all batches, too.
+                environment = dict(os.environ)
+                environment.pop("WARM_UP_FEW_BATCHES", None)
+                tell_death(in_process(start.__name__, case, environment))
+            else:
+                tell_death(in_fork(partial(begin, case)))
+
+
+def in_process(module: str, asked: Any, environment: Mapping[str, str]) -> int:
+    """Run it in a process that imports for itself, whose status is returned."""
+    sys.stdout.flush()
+    command = [sys.executable, "-m", module, json.dumps(asked)]
+    return subprocess.run(command, env=environment).returncode
 
 
 def begin(case: dict[str, Any]) -> None:
@@ -80,22 +90,25 @@ def in_fork(scenario: Callable[[], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def is_read_by_imports(case: dict[str, Any]) -> bool:
-    """Whether a variable of the case is neither vLLM's, which reads its own when it
-    needs them, nor of PyTorch's allocator, whose settings the first call reads.
+def read_by_imports(case: dict[str, Any]) -> dict[str, str]:
+    """Variables of the case that this process lacks and that are neither vLLM's, which
+    reads its own when it needs them, nor of PyTorch's allocator, whose settings the
+    first call reads.
 
     Its backend is "parsed at load time" (CUDAAllocatorConfig.cpp). And the KV cache of
     a forked start differs by some MiB with expandable segments.
     """
-    return any(
-        not name.startswith("VLLM_")
+    return {
+        name: value
+        for name, value in case.get("environment", {}).items()
+        if os.environ.get(name) != value
+        and not name.startswith("VLLM_")
         and (
             not name.endswith("ALLOC_CONF")
             or "backend" in value
             or "expandable_segments" in value
         )
-        for name, value in case.get("environment", {}).items()
-    )
+    }
 
 
 def tell_death(status: int) -> None:

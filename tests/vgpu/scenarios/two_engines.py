@@ -18,6 +18,7 @@ from typing import Any
 from bench.scenarios import start
 from bench.scenarios.loads import LOADS
 from bench.scenarios.mixed_load import ENGINE, load
+from bench.scenarios.on_the_host import inspect_models_here
 from bench.scenarios.result import print_result
 
 SECOND = "second"
@@ -29,6 +30,7 @@ def engine(folder: str) -> Any:
     from bench.scenarios import models
 
     start.configure(False)
+    inspect_models_here()
     model = models.write("llama-8b", Path(folder, "model"))
     share = {"enforce_eager": True, "gpu_memory_utilization": 0.45}
     return LLM(model, **start.ENGINE | ENGINE | share)
