@@ -7,7 +7,7 @@ ENV := .venv-vllm-$(BASE)
 DEVICE_ENV := $(if $(TORCH),.venv-torch-$(TORCH),$(ENV))
 RUN = .venv/bin/python -m $(1) --base $(BASE)
 # What ships: all patches, a set, or those asked for.
-SHIP = $(call RUN,$(1)) $(if $(TOPICS),--topics "$(TOPICS)") $(if $(SET),--set "$(SET)")
+SHIP = $(call RUN,$(1)) $(if $(PATCHES),--topics "$(PATCHES)") $(if $(SET),--set "$(SET)")
 
 .PHONY: wheel overlay image verify plan kv-table bundle help source export check check-quick \
   alone api size topics-page lint vgpu envelope ray test test-all test-long topics sets device \
@@ -22,16 +22,24 @@ $(call needs,slice,HAMI,,HAMI=<your slicing library> (docs/on-a-gpu.md))
 $(call needs,torch-tests,TESTS,,TESTS=<pytorch/test> (vgpu/README.md))
 $(call needs,rebase,TO,,TO=<vLLM release> (docs/upstream.md))
 $(call needs,drift,TO,,TO=<vLLM release> (docs/upstream.md))
-$(call needs,pr,TOPIC,FIRST,TOPIC=<patch> or FIRST=<number> (docs/upstream.md))
+$(call needs,pr,PATCH,FIRST,PATCH=<patch> or FIRST=<number> (docs/upstream.md))
 WITH_SET := wheel overlay image verify plan envelope bench-start
-WITHOUT_SET := $(filter-out $(WITH_SET) source vgpu,$(MAKECMDGOALS))
-$(if $(SET)$(TOPICS),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes the whole \
-  series. SET= and TOPICS= are for $(WITH_SET))))
+# What those need may be made with them.
+WITHOUT_SET := $(filter-out $(WITH_SET) $(if $(filter $(WITH_SET),$(MAKECMDGOALS)),source vgpu), \
+  $(MAKECMDGOALS))
+$(if $(SET)$(PATCHES),$(if $(WITHOUT_SET),$(error make $(WITHOUT_SET): it takes the whole \
+  series. SET= and PATCHES= are for $(WITH_SET))))
+SETS := all shared sleep core
+one_of = $(if $(filter-out $(3),$(2)),$(error $(1)=$(2): each is one of $(3)))
+$(call one_of,SET,$(SET),$(SETS))
+$(call one_of,ARCH,$(ARCH),x86_64 aarch64)
+$(if $(PATCH),$(if $(filter pr,$(MAKECMDGOALS)),,$(error PATCH= is for make pr. PATCHES= chooses)))
+$(if $(HAMI),$(if $(wildcard $(HAMI)),,$(error HAMI=$(HAMI): there is no such file)))
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-##@ Use (the first five, envelope and bench-start take SET=name or TOPICS="a b"; all take BASE=release)
+##@ Use (the first five, envelope and bench-start take SET=name or PATCHES="a b"; all take BASE=release)
 
 wheel: source  ## dist/vllm-*.whl for ARCH (x86_64, aarch64)
 	@$(call SHIP,scripts.build_wheel) --arch $(ARCH)
@@ -141,9 +149,9 @@ findings: .venv/ready  ## surprises of other libraries: each script in findings/
 	@for script in $(filter-out findings/common.sh,$(wildcard findings/*.sh)); do \
 	  echo "== $$script"; PATH="$$PWD/.venv/bin:$$PATH" $$script || exit 1; done
 
-pr: .venv/ready  ## TOPIC= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
+pr: .venv/ready  ## PATCH= or FIRST=15: branch and text of a pull request; VLLM_GIT=clone, else the release
 	@$(call RUN,scripts.source)
-	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic "$(TOPIC)") \
+	@$(call RUN,scripts.pr) $(if $(FIRST),--first $(FIRST),--topic "$(PATCH)") \
 	  $(if $(VLLM_GIT),--git "$(VLLM_GIT)") \
 	  $(if $(ONTO),--onto "$(ONTO)") $(if $(BRANCH),--branch "$(BRANCH)") \
 	  $(if $(SIGNOFF),--signoff) $(if $(VALIDATION),--validation "$(VALIDATION)") \

@@ -140,13 +140,19 @@ def starts_above(root: Path) -> str:
     """Of the starts that came up, those above their budget, and by how much."""
     budget = 2560  # MiB, of the device
 
+    refused: list[bool] = []  # Whether stock vLLM refuses those of the patched build.
+
     def above(first: int) -> tuple[list[float], int]:
         rows = [r for r in table(root / STARTS, "| model |") if r[first] == "starts"]
-        over = [(float(r[first + 1]) - 1) * float(r[2]) * budget for r in rows]
-        return [mib for mib in over if mib > 0], len(rows)
+        rows_above = [row for row in rows if float(row[first + 1]) > 1]
+        refused[:] = [row[3] == "refused" for row in rows_above]
+        over = [(float(r[first + 1]) - 1) * float(r[2]) * budget for r in rows_above]
+        return over, len(rows)
 
     (stock, came_up), (patched, of_patched) = above(3), above(7)
     by = f", by {span(patched, '.0f')} MiB" if patched else ""
+    if patched:
+        by += f"; stock vLLM refuses {sum(refused)} of these {len(patched)} starts"
     return (
         f"{len(stock)} of {came_up} stock starts that came up went above their budget, "
         f"by {span(stock, '.0f')} MiB (median {median(stock):.0f}); of the patched "
@@ -209,7 +215,10 @@ def of_starts(less: list[float]) -> str:
 
 def oldest_table(root: Path) -> str:
     """Of those on the virtual device that figures are read from."""
-    files = (STARTS, OF_SETS, ROWS, SERVING, START_TIME, FIRST_START, RANDOM)
+    files = (
+        STARTS, OF_SETS, ROWS, SERVING, START_TIME, FIRST_START, RANDOM, CALLER, ADVICE,
+        SUGGESTED, safe.DATA, published_runs.RUNS_PAGE,
+    )  # fmt: skip
     pattern = r"[Rr]ecorded\s+at\s+commit\s+`[\w-]+`\s+on\s+([\d-]{10})"
     found = [re.findall(pattern, (root / name).read_text()) for name in files]
     return str(min(day for days in found for day in days))

@@ -161,7 +161,7 @@ def asked(args: argparse.Namespace, folder: Path) -> Asked:
     gpu = None if over_cards else card(args.gpu)
     model = model_folder(args.model, folder)
     if args.release == "official" and (args.set or args.topics):
-        raise Problem("SET= and TOPICS= are of patched vLLM, RELEASE=official is not.")
+        raise Problem("SET= and PATCHES= are of patched vLLM, RELEASE=official is not.")
     ours = topics.chosen(args) if args.release == "ours" else None
     release = Release.find(args.root, args.base, ours)
     return Asked(release, model, gpu, tuple(flags), args.warm)

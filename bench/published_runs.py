@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> None:
         rows.append(replay(run, args.root, kept, args.again))
     record(args.root, rows)
     commit = recorded(args.root)
-    text = page(rows, (folder / "NOTES.md").read_text(), commit)
+    text = page(rows, commit)
     if args.page:
         write_whole(args.page, text)
         write_whole(args.root / RUNS_PAGE, each_run(rows, commit))
@@ -399,7 +399,7 @@ similar runs it is off by 7.8 % on average and 62 % at worst in KV cache memory,
 """
 
 
-def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
+def page(rows: Sequence[Row], commit: str = "") -> str:
     replayed = [row for row in rows if not row.left_out]
     lines = [
         INTRODUCTION,
@@ -411,8 +411,10 @@ def page(rows: Sequence[Row], notes: str = "", commit: str = "") -> str:
         "<!-- end -->",
         "",
         *peer(replayed),
+        "",
+        f"[Goals, deviations and their causes, sources](../{DATA}/NOTES.md).",
     ]
-    return "\n".join(lines).rstrip() + f"\n\n{notes}".rstrip() + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def each_run(rows: Sequence[Row], commit: str = "") -> str:

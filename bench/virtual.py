@@ -48,7 +48,7 @@ def made_by(base: Base) -> str:
     order = f"make vgpu envelope BASE={base.version}"
     if base.set:
         return f"{order} SET={base.set}"
-    return f'{order} TOPICS="{" ".join(base.topics)}"' if base.topics else order
+    return f'{order} PATCHES="{" ".join(base.topics)}"' if base.topics else order
 
 
 def results(

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"{target}\n{len(members)} members differ from {official.file}")
         if base.topics:
             print(
-                f"set {base.set}:" if base.set else "topics:", *base.topics, sep="\n  "
+                f"set {base.set}:" if base.set else "patches:", *base.topics, sep="\n  "
             )
 
 

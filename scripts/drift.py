@@ -71,7 +71,7 @@ def report(old: Base, new: Base, folder: Path) -> list[str]:
         f", {code} in code"
     ]
     said += [f"  {name}: {n}" for name, n in whole.most_common()]
-    said += ["topic by topic:"]
+    said += ["patch by patch:"]
     for name, drift in drifts.items():
         said += [f"  {name}: {drift}"]
         if not drift.whole:
@@ -83,7 +83,7 @@ def report(old: Base, new: Base, folder: Path) -> list[str]:
         "upstream has": sum(d.whole for d in drifts.values()),
     }
     told = ", ".join(f"{n} {what}" for what, n in counts.items())
-    return [*said, f"of {counted(len(series), 'topic')}: {told}"]
+    return [*said, f"of {len(series)} patches: {told}"]
 
 
 def topics(

@@ -77,7 +77,7 @@ def export_mends(base: Base) -> None:
         differ = sorted(set(found) ^ {p.name for p in patches}) or ["the order"]
         raise Problem(
             f"{tree} and the series of {old.version} that vLLM {base.version} has: "
-            f"{', '.join(differ)}. A topic is new or changes in {old.tree}; [left_out] "
+            f"{', '.join(differ)}. A patch is new or changes in {old.tree}; [left_out] "
             f"of {base.folder / 'base.toml'} names those that {base.version} lacks."
         )
     wanted = commits(tree)
@@ -107,7 +107,7 @@ def export_mends(base: Base) -> None:
             mend.unlink(missing_ok=True)
     git(tree, "update-ref", APPLIED_REF, "HEAD")
     (tree / ".git/envelope").write_text(base.digest())
-    print(f"{base.folder.name}: {sum(map(bool, texts.values()))} topics need more")
+    print(f"{base.folder.name}: {sum(map(bool, texts.values()))} patches need more")
 
 
 def resolve(tree: Path, files: tuple[str, ...], commit: str) -> None:

@@ -182,7 +182,7 @@ def status(site: Path, overlay: dict[str, Any]) -> str:
         if name := noted.get("set"):
             where += f", set {name}"
         if topics := noted.get("topics"):
-            where += f", topics {' '.join(topics)}"
+            where += f", patches {' '.join(topics)}"
     if changed:
         raise Problem(f"{where}, but these files were changed: {', '.join(changed)}")
     return where

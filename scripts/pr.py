@@ -55,7 +55,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--first", type=int, help="so many of the order of proposing")
     parser.add_argument("--git", type=Path, help="clone of upstream")
     parser.add_argument("--onto", help="branch, tag or commit (default: main)")
-    parser.add_argument("--branch", help="default: envelope/TOPIC")
+    parser.add_argument("--branch", help="default: envelope/PATCH")
     parser.add_argument("--signoff", action="store_true", help="you certify the DCO")
     parser.add_argument("--validation", type=Path, help="Markdown to put there")
     parser.add_argument("--no-hooks", action="store_true")
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
     asked = [args.topic]
     if args.first is not None:
         if args.branch or args.validation:
-            raise Problem("BRANCH= and VALIDATION= are of one TOPIC=, not of FIRST=.")
+            raise Problem("BRANCH= and VALIDATION= are of one PATCH=, not of FIRST=.")
         asked = list(topics.upstream(base.root).order[: args.first])
     branches = [branch_of(base, args, topic, replace=not given) for topic in asked]
     identity = submitter(args.git) if args.signoff else None
@@ -188,7 +188,7 @@ def looked_up(proposal: dict[str, Any], known: dict[str, topics.Thread]) -> list
 def again(args: argparse.Namespace, patch: Path) -> str:
     """The command that continues, with the options of this one."""
     given = {
-        "TOPIC": patch.stem,
+        "PATCH": patch.stem,
         "VLLM_GIT": args.git,
         "BASE": args.base,
         "ONTO": args.onto if args.onto != "main" else None,

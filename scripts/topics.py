@@ -244,7 +244,7 @@ def chosen(args: argparse.Namespace) -> Base:
     """
     base = Base.load(args.root, args.base)
     if args.topics and args.set:
-        raise Problem("TOPICS= and SET= were given: one of them chooses.")
+        raise Problem("PATCHES= and SET= were given: one of them chooses.")
     return of_set(base, args.set) if args.set else of_topics(base, args.topics.split())
 
 

@@ -57,7 +57,7 @@ def another(base: Base, path: Path) -> str:
         return ""
     whole = replace(base, topics=(), set="")
     if version == whole.local_version:
-        return "the whole series: 'make verify' without SET= and TOPICS=."
+        return "the whole series: 'make verify' without SET= and PATCHES=."
     named = re.search(r"\+envelope\.([a-z.]+)\.\d", version)
     name = named[1] if named else ""
     if set(topics.names_of(name)) <= topics.sets(base.root).keys() and (
@@ -65,7 +65,10 @@ def another(base: Base, path: Path) -> str:
     ):
         return f"set {name}: 'make verify SET={name}'."
     if re.search(r"\+envelope\.\d+\.t", version) and (base.set or not base.topics):
-        return "chosen patches: 'make verify TOPICS=' with those that it was built of."
+        return "chosen patches: 'make verify PATCHES=' with those that it was built of."
+    hash_of_ours = base.local_version.rpartition(".")[2]
+    if "+envelope." in version and version.rpartition(".")[2] != hash_of_ours:
+        return f"another build. This one is {base.local_version}: 'make wheel'."
     return ""
 
 

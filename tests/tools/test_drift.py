@@ -21,13 +21,13 @@ def test_each_topic_is_told_past_a_conflict(series: Project) -> None:
     assert drift(series) == [
         "1.2.3 merged whole with 1.2.2: 1 conflicting hunk in 1 file, 1 in code",
         "  vllm/plan.py: 1",
-        "topic by topic:",
+        "patch by patch:",
         "  applies: applies, alone too",
         "  merges: applies, alone too",
         "  taken: upstream has it",
         "  conflicts: conflicts, 1 hunk: vllm/plan.py 1",
         "  comes-after: applies, alone too",
-        "of 5 topics: 1 conflict, 3 apply, 3 apply alone, 1 upstream has",
+        "of 5 patches: 1 conflict, 3 apply, 3 apply alone, 1 upstream has",
     ]
     again = series.ok("rebase", "--to", "1.2.2", "--check").splitlines()
     assert again == drift(series)

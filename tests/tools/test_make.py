@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.topics import sets
 from tests.tools.project import ROOT
 
 MAKEFILE = ROOT / "Makefile"
@@ -26,7 +27,7 @@ NEEDED = {
     "torch-tests": "TESTS=<pytorch/test>",
     "rebase": "TO=<vLLM release>",
     "drift": "TO=<vLLM release>",
-    "pr": "TOPIC=<patch> or FIRST=<number>",
+    "pr": "PATCH=<patch> or FIRST=<number>",
 }
 
 
@@ -38,12 +39,35 @@ def test_argument_that_is_missing(target: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile"]
 
 
-@pytest.mark.parametrize("target", ["gpu", "calibrate", "bench-stock", "test"])
-@pytest.mark.parametrize("chosen", ["SET=core", "TOPICS=a"])
+WRONG = {
+    "wheel SET=typo": "SET=typo: each is one of all shared sleep core.",
+    "envelope ARCH=foo": "ARCH=foo: each is one of x86_64 aarch64.",
+    "wheel PATCH=a": "PATCH= is for make pr. PATCHES= chooses.",
+    "slice HAMI=none": "HAMI=none: there is no such file.",
+}
+
+
+@pytest.mark.parametrize("asked", WRONG)
+def test_argument_that_is_wrong(asked: str, tmp_path: Path) -> None:
+    done = make(tmp_path, *asked.split())
+    assert done.returncode == 2
+    assert WRONG[asked] in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile"]
+
+
+def test_sets_are_those_of_the_series() -> None:
+    (names,) = re.findall(r"^SETS := (.*)", MAKEFILE.read_text(), re.M)
+    assert {*names.split()} == {"all", *sets(ROOT)}
+
+
+@pytest.mark.parametrize("target", ["gpu", "bench-stock", "test", "source", "vgpu"])
+@pytest.mark.parametrize("chosen", ["SET=core", "PATCHES=a"])
 def test_whole_series_is_measured(target: str, chosen: str, tmp_path: Path) -> None:
     done = make(tmp_path, target, chosen)
     assert done.returncode == 2
-    assert f"make {target}: it takes the whole series. SET= and TOPICS= " in done.stderr
+    assert (
+        f"make {target}: it takes the whole series. SET= and PATCHES= " in done.stderr
+    )
 
 
 def test_help_has_each_command_in_a_group(tmp_path: Path) -> None:

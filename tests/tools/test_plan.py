@@ -53,7 +53,7 @@ CASES = {
     ),
     "set of the release": (
         ["--model", "{model}", "--gpu", "h100", "--set", "shared"],
-        "SET= and TOPICS= are of patched vLLM",
+        "SET= and PATCHES= are of patched vLLM",
     ),
     "no report": (["--report", "none"], "none: No such file"),
     "another report": (["--report", "{model}"], "as VLLM_STARTUP_MEMORY_REPORT writes"),

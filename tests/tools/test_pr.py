@@ -281,7 +281,7 @@ def test_the_first_of_the_order(stacked: Project, clone: Clone) -> None:
     order = f'[upstream]\norder = ["ask-for-less", "{TOPIC}"]\n'
     path.write_text(order + path.read_text())
     given = ("pr", "--git", str(clone.path), "--no-hooks", "--first")
-    assert "are of one TOPIC=" in stacked.fails(*given, "1", "--branch", "mine")
+    assert "are of one PATCH=" in stacked.fails(*given, "1", "--branch", "mine")
     error = stacked.fails(*given, "2")
     assert f"'make check' of ask-for-less.patch, {TOPIC}.patch" in error
 
@@ -311,7 +311,7 @@ def test_conflict_is_shown_resolved_and_gone_on_with(
         error = topic.fails(*command)
         assert f"{TOPIC}.patch conflicts in vllm/budget.py" in error
         assert "\n +    return 1\n" in error and "\n+     return total // 2\n" in error
-        said = f"make pr TOPIC={TOPIC} VLLM_GIT={clone.path} BASE=1.2.3 ONTO=next "
+        said = f"make pr PATCH={TOPIC} VLLM_GIT={clone.path} BASE=1.2.3 ONTO=next "
         assert f"{said}BRANCH=mine VALIDATION={clone.path.parent}/measured" in error
     assert "mine" not in clone.git("branch")
     tree = topic.root / f"build/pr-{TOPIC}"

@@ -158,7 +158,7 @@ def test_what_no_merge_gives_belongs_to_its_topic(second: Project) -> None:
     shutil.rmtree(source(second))
     second.ok("source", *ON)
     assert second.git_of(source(second), "log", "--format=%T %s") == made
-    assert second.ok("export", *ON) == "v1.2.2: 1 topics need more\n"
+    assert second.ok("export", *ON) == "v1.2.2: 1 patches need more\n"
     # It goes with its reason.
     assert change(second, "applies", "vllm/budget.py", ONE.replace("return 1", "pass"))
     second.ok("export", *ON)
@@ -186,7 +186,7 @@ def test_work_that_is_not_exported_is_kept(second: Project) -> None:
     assert "has uncommitted changes" in second.fails("export", *ON)
     second.git_of(source(second), "commit", "-qam", "Mine")
     assert "'make export BASE=1.2.2' writes them" in second.fails("source", *ON)
-    assert "has: mine.patch. A topic is new" in second.fails("export", *ON)
+    assert "has: mine.patch. A patch is new" in second.fails("export", *ON)
     assert (source(second) / "vllm/gone.py").read_text() == "UNUSED = 3\n"
 
 

@@ -71,7 +71,7 @@ def wheel(project: Project, *arguments: str) -> Path:
 
 def test_wheel_of_chosen_topics_has_what_they_need(topics: Project) -> None:
     shown = topics.ok("build_wheel", "--topics", "use-spare")
-    assert shown.endswith("topics:\n  add-spare\n  use-spare\n")
+    assert shown.endswith("patches:\n  add-spare\n  use-spare\n")
     (path,) = (topics.root / "dist").glob("*.whl")
     assert re.match(r"vllm-1\.2\.3\+envelope\.2\.t[0-9a-f]{8}-", path.name)
     topics.ok("verify", "--topics", "use-spare", str(path))
@@ -98,7 +98,7 @@ def test_status_names_the_topics(
         topics.ok(script, "--topics", "use-spare")
     (official.overlay,) = (topics.root / "dist").glob("*.pyz")
     official.ok("install")
-    assert official.ok("status").endswith("topics add-spare use-spare\n")
+    assert official.ok("status").endswith("patches add-spare use-spare\n")
     official.ok("revert")
 
 
@@ -133,7 +133,7 @@ def test_set_is_closed_over_what_its_cure_relies_on(
     topics.ok("overlay", "--set", "spare")
     (official.overlay,) = (topics.root / "dist").glob("*.pyz")
     official.ok("install")
-    said = ", set spare, topics add-spare use-spare plan-e\n"
+    said = ", set spare, patches add-spare use-spare plan-e\n"
     assert official.ok("status").endswith(said)
     official.ok("revert")
     # A name that is normal already: no installer writes it in another way.
