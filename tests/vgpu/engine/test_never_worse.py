@@ -28,6 +28,14 @@ full, long = pytest.mark.full, pytest.mark.long
 V1 = pytest.param(False, id="v1", marks=full)
 V2 = pytest.param(True, id="v2")
 
+# Next to a start: a thread that allocates and frees, tensors of the caller, and another
+# process that holds memory for a moment.
+COMPANY: list[dict[str, Any]] = [
+    {"thread": 24 * MIB},
+    {"tensors": 256 * MIB},
+    {"moment": "warm", "moment_holds": GIB},
+]
+
 
 def case(v2: bool, utilization: float, **more: Any) -> dict[str, Any]:
     llm = {"gpu_memory_utilization": utilization} | more.pop("llm", {})
@@ -584,6 +592,7 @@ def test_short_prefills_of_mla_are_profiled(v2: bool, tmp_path: Path) -> None:
     assert outside or not official["within"], official
     limited = llm | {"gpu_memory_limit_bytes": 2 * GIB}
     cases = [case(v2, 0.9, llm=limited, **asked | GRAPHS)]
+    cases += [case(v2, 0.25, llm=llm, **asked | one) for one in COMPANY]
     for result in (ours, *starts(cases, "envelope", tmp_path)):
         assert result["outcome"] == "started" and result["within"], result
         assert result["served"] == "lives", result
@@ -647,9 +656,10 @@ def test_shared_experts_without_warm_up(tmp_path: Path) -> None:
     llm = more["llm"] | {"gpu_memory_utilization": 1.0}
     llm["gpu_memory_limit_bytes"] = 4 * GIB
     asked = case(True, 1.0, serve=True, **more | {"llm": llm})
-    (ours,) = starts([asked], "envelope", tmp_path)
-    assert ours["outcome"] == "started" and ours["within"], ours
-    assert ours["served"] == "lives"
+    cases = [asked, *(asked | one for one in COMPANY)]
+    for ours in starts(cases, "envelope", tmp_path):
+        assert ours["outcome"] == "started" and ours["within"], ours
+        assert ours["served"] == "lives"
 
 
 @pytest.mark.parametrize(
