@@ -33,7 +33,8 @@ SETS := all shared sleep core
 one_of = $(if $(filter-out $(3),$(2)),$(error $(1)=$(2): each is one of $(3)))
 $(call one_of,SET,$(SET),$(SETS))
 $(call one_of,ARCH,$(ARCH),x86_64 aarch64)
-$(if $(PATCH),$(if $(filter pr,$(MAKECMDGOALS)),,$(error PATCH= is for make pr. PATCHES= chooses)))
+$(if $(filter command,$(origin PATCH)),$(if $(filter pr,$(MAKECMDGOALS)),,$(error PATCH= is for \
+  make pr. PATCHES= chooses)))
 $(if $(HAMI),$(if $(wildcard $(HAMI)),,$(error HAMI=$(HAMI): there is no such file)))
 
 # Bytecode of vLLM and torch is kept: compiling it takes longer than a start.
