@@ -53,7 +53,6 @@ class Start:
             "v2": self.v2,
             "graphs": True,
             "compile": True,
-            "report": True,
             # Compiled models are found by their path.
             "folder": str(folder / self.model),
             "llm": {
@@ -110,6 +109,7 @@ def main(args: argparse.Namespace) -> None:
 def both(base: Base, start: Start, site: str) -> list[dict[str, Any]]:
     """The results of the first start and of the second."""
     case = start.case(base.root / "build/bench-first-start" / site)
+    case["report"] = site != "official"  # which has none
     cases = json.dumps([case] * len(STARTS))
     device = {"memory": start.memory}
     found = list(results(base, site, device, "start_each", cases))
